@@ -1,0 +1,272 @@
+"""Step time, bytes and error of every hook on shaped hosts, next to torch's own hook of the same name. Needs root.
+
+    python benchmarks/shaped.py --ranks 2 4 --rates 100mbit 1gbit 10gbit none --out shaped.jsonl
+
+All hooks of a cell run in the same processes, one after the other, round after round, so that a slow minute of the
+machine hits them all. torch's hooks that are known to hang or abort get processes and a time limit of their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import netns
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms import ddp_comm_hooks as torch_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+from gradwire.verify import fingerprint
+
+OURS = ("exact", "noop", "fp16", "bf16", "fp16:accumulate=wire", "bf16:accumulate=wire")
+SAFE = ("plain", "torch:FP16_COMPRESS", "torch:BF16_COMPRESS")
+RISKY = (
+    "torch:QUANTIZE_PER_TENSOR",
+    "torch:QUANTIZE_PER_CHANNEL",
+    "torch:POWER_SGD",
+    "torch:POWER_SGD_RANK2",
+    "torch:BATCHED_POWER_SGD",
+    "torch:BATCHED_POWER_SGD_RANK2",
+)
+LAYERS, WIDTH, BATCH = 8, 1024, 64
+
+
+def main() -> None:
+    """Launch the cells, or be one rank of one."""
+    args = parse_args()
+    if args.rank is not None:
+        return run_rank(args)
+    netns.check_usable()
+    records = []
+    for ranks in args.ranks:
+        for rate in args.rates:
+            cell = run_cell(ranks, None if rate == "none" else rate, args)
+            records += cell
+            print_cell(ranks, rate, cell)
+            if args.out:
+                Path(args.out).write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def parse_args() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--rates", nargs="+", default=["100mbit", "1gbit", "10gbit", "none"])
+    parser.add_argument("--hooks", nargs="+", default=[*SAFE, *OURS])
+    parser.add_argument("--risky", nargs="*", default=list(RISKY), help="hooks that get processes of their own")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=2.0, help="time a hook gets in a round")
+    parser.add_argument("--out", help="JSON lines")
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--job", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def run_cell(ranks: int, rate: str | None, args: argparse.Namespace) -> list[dict]:
+    """All hooks on `ranks` hosts at `rate`."""
+    with netns.hosts(ranks, rate) as names:
+        records = launch(names, args.hooks, args, limit_s=1800)
+        for hook in args.risky:
+            records += launch(names, [hook], args, limit_s=90)
+    return [{"ranks": ranks, "rate": rate, **record} for record in records]
+
+
+def launch(names: list[str], hooks: list[str], args: argparse.Namespace, limit_s: float) -> list[dict]:
+    """One process a host; what rank 0 measured, or what became of it."""
+    with tempfile.TemporaryDirectory() as folder:
+        job = Path(folder, "job.json")
+        settings = {"hooks": hooks, "rounds": args.rounds, "seconds": args.seconds, "ranks": len(names)}
+        job.write_text(json.dumps(settings))
+        processes = [start_rank(name, rank, job) for rank, name in enumerate(names)]
+        try:
+            deadline = time.monotonic() + limit_s
+            texts = [process.communicate(timeout=max(deadline - time.monotonic(), 0.1))[0] for process in processes]
+        except subprocess.TimeoutExpired:
+            return [{"hook": hook, "failed": f"hangs (stopped after {limit_s:.0f} s)"} for hook in hooks]
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        if any(process.returncode for process in processes):
+            text = next((text for text, process in zip(texts, processes) if process.returncode), "")
+            codes = {process.returncode for process in processes} - {0}
+            return [{"hook": hook, "failed": f"exit code {min(codes)}: {last_line(text)}"} for hook in hooks]
+        return [json.loads(line) for line in Path(folder, "records.jsonl").read_text().splitlines()]
+
+
+def start_rank(name: str, rank: int, job: Path) -> subprocess.Popen[str]:
+    """A rank in its namespace, on one core."""
+    core = str(rank % (os.cpu_count() or 1))
+    command = ["ip", "netns", "exec", name, "taskset", "-c", core, sys.executable, __file__]
+    env = {**os.environ, "GLOO_SOCKET_IFNAME": netns.INTERFACE, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [*command, "--rank", str(rank), "--job", str(job)],
+        env=env,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+
+
+def last_line(text: str) -> str:
+    """The line that says what went wrong."""
+    lines = [line.strip() for line in text.splitlines() if "Error" in line or "what():" in line or "mismatch" in line]
+    return (lines or ["no message"])[-1][:160]
+
+
+# -- one rank --------------------------------------------------------------------------------------------------------
+
+
+def run_rank(args: argparse.Namespace) -> None:
+    """Measure every hook in turn, round after round."""
+    job = json.loads(Path(args.job).read_text())
+    store = Path(args.job).with_name("store")
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=args.rank, world_size=job["ranks"])
+    runs = [Run(hook) for hook in job["hooks"]]
+    for run in runs:
+        run.prepare(job["seconds"])
+    for _ in range(job["rounds"]):
+        for run in runs:
+            run.measure()
+    if args.rank == 0:
+        text = "".join(json.dumps(run.record()) + "\n" for run in runs)
+        Path(args.job).with_name("records.jsonl").write_text(text)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+class Run:
+    """One hook on a model of its own."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.failed = name, None
+        torch.manual_seed(0)
+        self.model = DistributedDataParallel(nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]))
+        torch.manual_seed(1 + dist.get_rank())
+        self.data = torch.randn(BATCH, WIDTH)
+        self.times: list[float] = []
+        self.sent: list[float] = []
+        self.error, self.identical, self.steps = None, None, 1
+        try:
+            register(self.model, name)
+        except Exception as error:
+            self.failed = f"refused: {type(error).__name__}: {error}"
+
+    def prepare(self, seconds: float) -> None:
+        """Warm up, measure the error of the mean, and fit the number of steps to the time there is."""
+        if self.failed:
+            return
+        for _ in range(2):
+            self.step()
+        mean = self.exact_mean()
+        self.step()
+        grads = torch.cat([param.grad.flatten() for param in self.model.parameters()]).double()
+        self.error = float((grads - mean).norm() / mean.norm())
+        prints = [torch.zeros_like(fingerprint(grads)) for _ in range(dist.get_world_size())]
+        dist.all_gather(prints, fingerprint(grads))
+        self.identical = len({int(value) for value in prints}) == 1
+        self.steps = max(1, min(40, int(seconds / self.timed(2)[0])))
+
+    def exact_mean(self) -> torch.Tensor:
+        """The mean of the local gradients, in float64."""
+        self.model.zero_grad()
+        self.model.module(self.data).square().mean().backward()
+        mean = torch.cat([param.grad.flatten() for param in self.model.parameters()]).double()
+        dist.all_reduce(mean)
+        return mean / dist.get_world_size()
+
+    def step(self) -> None:
+        """Forward and backward."""
+        self.model.zero_grad()
+        self.model(self.data).square().mean().backward()
+
+    def timed(self, steps: int) -> tuple[float, float]:
+        """Seconds and sent bytes a step; the slowest rank counts."""
+        dist.barrier()
+        sent, began = sent_bytes(), time.perf_counter()
+        for _ in range(steps):
+            self.step()
+        ended = torch.tensor(time.perf_counter() - began)
+        moved = sent_bytes() - sent
+        dist.all_reduce(ended, dist.ReduceOp.MAX)
+        return float(ended) / steps, moved / steps
+
+    def measure(self) -> None:
+        """One round."""
+        if not self.failed:
+            seconds, moved = self.timed(self.steps)
+            self.times.append(seconds)
+            self.sent.append(moved)
+
+    def record(self) -> dict:
+        """What goes into the file."""
+        if self.failed:
+            return {"hook": self.name, "failed": self.failed}
+        return {
+            "hook": self.name,
+            "step_ms": [1e3 * value for value in self.times],
+            "sent_mb": statistics.median(self.sent) / 1e6,
+            "error": self.error,
+            "identical": self.identical,
+        }
+
+
+def register(model: DistributedDataParallel, name: str) -> None:
+    """Ours by spec, torch's by the name of its DDPCommHookType."""
+    if name.startswith("torch:"):
+        kind = torch_hooks.DDPCommHookType[name.removeprefix("torch:")]
+        if "POWER_SGD" in kind.name:
+            state = torch_hooks.powerSGD.PowerSGDState(None, 2 if "RANK2" in kind.name else 1, start_powerSGD_iter=2)
+            function = "batched_powerSGD_hook" if "BATCHED" in kind.name else "powerSGD_hook"
+            model.register_comm_hook(state, getattr(torch_hooks.powerSGD, function))
+        else:
+            torch_hooks.register_ddp_comm_hook(kind, model, None)
+    elif name != "plain":
+        gradwire.register(model, name)
+
+
+def sent_bytes() -> int:
+    """The interface's own counter."""
+    return int(Path(f"/sys/class/net/{netns.INTERFACE}/statistics/tx_bytes").read_text())
+
+
+# -- the table -------------------------------------------------------------------------------------------------------
+
+
+def print_cell(ranks: int, rate: str, cell: list[dict]) -> None:
+    """A row a hook: median step time with spread, ratio to plain DDP and to torch's fp16, and to what is possible."""
+    medians = {row["hook"]: statistics.median(row["step_ms"]) for row in cell if "step_ms" in row}
+    print(f"\n{ranks} hosts, {rate}: {LAYERS} x Linear({WIDTH}, {WIDTH}), batch {BATCH}; median of rounds, [min-max]")
+    print(f"{'hook':<32}{'step ms':>9}  {'spread':<15}{'plain/':>7}{'fp16/':>7}{'x limit':>8}{'MB sent':>9}{'error':>10}  same bits")
+    for row in cell:
+        if "failed" in row:
+            print(f"{row['hook']:<32}{row['failed']}")
+            continue
+        step = medians[row["hook"]]
+        spread = f"[{min(row['step_ms']):.0f}-{max(row['step_ms']):.0f}]"
+        wire_ms = 0.0 if rate == "none" else row["sent_mb"] * 8e9 / netns.bits_per_s(rate)
+        limit = step / max(medians.get("noop", step), wire_ms)
+        print(
+            f"{row['hook']:<32}{step:>9.1f}  {spread:<15}{ratio(medians, 'plain', step):>7}"
+            f"{ratio(medians, 'torch:FP16_COMPRESS', step):>7}{limit:>8.2f}{row['sent_mb']:>9.2f}{row['error']:>10.1e}  {row['identical']}"
+        )
+    sys.stdout.flush()
+
+
+def ratio(medians: dict[str, float], base: str, step: float) -> str:
+    """How many times faster than `base`."""
+    return f"{medians[base] / step:.2f}" if base in medians else "-"
+
+
+if __name__ == "__main__":
+    main()

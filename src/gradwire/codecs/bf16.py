@@ -1,0 +1,50 @@
+"""bf16: the upper half of a float32, rounded to nearest.
+
+    [ numel values, bfloat16 ][ padding to 4 bytes ]
+
+The range is float32's own, so there is no scale. Magnitudes above 3.39e38, the last 0.4% of it, round to inf.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from gradwire.codecs.base import new_wire
+
+
+@dataclass(frozen=True, slots=True)
+class BF16:
+    """Brain floating point, 2 bytes a value."""
+
+    name: ClassVar[str] = "bf16"
+    wire_dtype: ClassVar[torch.dtype | None] = torch.bfloat16
+
+    @property
+    def bound(self) -> float:
+        """Half an ulp: 8 significant bits."""
+        return 2.0**-8
+
+    def wire_bytes(self, numel: int) -> int:
+        """2 bytes a value, rounded up to 4."""
+        return 2 * (numel + numel % 2)
+
+    def encode(self, flat: Tensor, out: Tensor | None = None) -> Tensor:
+        """Round to nearest."""
+        wire = new_wire(self, flat, out)
+        _values(wire, flat.numel()).copy_(flat)
+        return wire
+
+    def decode_(self, out: Tensor, wire: Tensor, *, alpha: float = 1.0, add: bool = False) -> Tensor:
+        """Widen and scale."""
+        values = _values(wire, out.numel())
+        if add:
+            return out.add_(values.to(torch.float32), alpha=alpha)
+        return out.copy_(values).mul_(alpha) if alpha != 1.0 else out.copy_(values)
+
+
+def _values(wire: Tensor, numel: int) -> Tensor:
+    return wire[: 2 * numel].view(torch.bfloat16)

@@ -1,0 +1,217 @@
+"""Step 10: register(), the only file that knows DistributedDataParallel."""
+
+# DDP reads the annotations of a hook as objects, so this module must not postpone their evaluation.
+
+import itertools
+import logging
+import weakref
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire.bucket import GRADIENT_DTYPES, Bucket, from_ddp, segments_of
+from gradwire.comm import Lanes, TracedComm
+from gradwire.errors import RegisterError, SpecError
+from gradwire.exchanges import Exchange, exchange
+from gradwire.hook import CHUNK_BYTES, Hook
+from gradwire.runner import THREADS, LaneRunner, Runner, StreamRunner
+
+log = logging.getLogger("gradwire")
+
+HOST_BLOCKING = ("gloo", "mpi", "ucc")
+"""Backends whose collectives on CPU tensors need lanes; gradwire's lanes are always gloo."""
+
+_engines_made: "weakref.WeakKeyDictionary[Any, Iterable[int]]" = weakref.WeakKeyDictionary()
+
+
+def register(
+    model: DistributedDataParallel, spec: str | Exchange, *, chunk_bytes: int = CHUNK_BYTES, **options: object
+) -> Hook:
+    """Average the gradients of a DDP model through `spec`. Call it once, on all ranks, before training.
+
+    `spec` is text such as `"fp16"` or `"bf16:accumulate=wire"`, or an exchange object; `options` are those of the spec.
+    Errors come out here and not at the first step.
+    """
+    return attach(model, exchange(spec, **options), chunk_bytes=chunk_bytes)
+
+
+def attach(
+    model: DistributedDataParallel,
+    exchange: Exchange,
+    *,
+    group: dist.ProcessGroup | None = None,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> Hook:
+    """Give `model` a hook that averages over `group`, by default the model's own."""
+    _check_model(model)
+    _check_parameters(model)
+    if not isinstance(chunk_bytes, int) or chunk_bytes < 1024:
+        raise SpecError(f"chunk_bytes must be a whole number of at least 1024, got {chunk_bytes!r}")
+    hook = make_hook(exchange, group or model.process_group, _device(model), chunk_bytes, _named_parameters(model))
+    carried = _Carried(hook, model)
+    try:
+        model.register_comm_hook(carried, gradwire_hook)
+    except RuntimeError as error:
+        hook.close()
+        raise RegisterError(f"DDP refused the hook: {error}") from error
+    return hook
+
+
+def make_hook(
+    exchange: Exchange,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    chunk_bytes: int = CHUNK_BYTES,
+    params: Callable[[], Iterable[tuple[str, Tensor]]] = tuple,
+) -> Hook:
+    """A hook over a process group, not tied to any model. All ranks of the group together."""
+    runner = _runner(group, device)
+    try:
+        return Hook(
+            exchange, runner, rank=group.rank(), size=group.size(), device=device, chunk_bytes=chunk_bytes, params=params
+        )
+    except BaseException:
+        runner.close()
+        raise
+
+
+def gradwire_hook(state: "_Carried", bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """What DDP calls for every bucket."""
+    return state.average(bucket)
+
+
+class _Carried:
+    """The state DDP carries: the hook, and a weak reference to the model, so that both can be collected."""
+
+    def __init__(self, hook: Hook, model: DistributedDataParallel) -> None:
+        self.hook = hook
+        self.group = model.process_group
+        self._model = weakref.ref(model)
+        self._names = {param: name for name, param in _named_parameters(model)()}
+        self._live = True
+        self._scale: Callable[[], float] | None = None
+        self._watch_join(model)
+
+    def average(self, bucket: Any) -> Future[Tensor]:
+        """Average one bucket, or the (gradient, parameter) pair of DDP's compiled reducer."""
+        if isinstance(bucket, tuple):
+            return traced_mean(self.hook.exchange, self.group, bucket[0])
+        ours = from_ddp(bucket, lambda param: self._names[param])
+        if self.hook.begin(ours):
+            self._scale = self._count_live()
+        return self.hook.mean(ours, self._scale)
+
+    def _watch_join(self, model: DistributedDataParallel) -> None:
+        """A rank that has run out of inputs shadows the others' buckets with zeros: know when."""
+        carried, model_ref = weakref.ref(self), self._model
+
+        def shadow() -> None:
+            state, ddp = carried(), model_ref()
+            if state is not None and ddp is not None:
+                state._live = False
+                try:
+                    type(ddp)._match_all_reduce_for_bwd_pass(ddp)
+                finally:
+                    state._live = True
+
+        model._match_all_reduce_for_bwd_pass = shadow
+
+    def _count_live(self) -> Callable[[], float] | None:
+        """Under `Join(divide_by_initial_world_size=False)`: the factor from a mean over all to one over live ranks."""
+        model = self._model()
+        if model is None or not model._join_config.enable or model._divide_by_initial_world_size:
+            return None
+        if self.hook.exchange.lanes == 0:
+            return None
+        live = torch.tensor([float(self._live)], device=self.hook.device)
+        counted = self.hook.runner.submit([lambda comm: comm.all_reduce_(live) and None], live, lambda *_: None)  # type: ignore[list-item, func-returns-value]
+        return lambda: self.hook.size / max(float(counted.wait()), 1.0)
+
+
+def traced_mean(exchange: Exchange, group: dist.ProcessGroup, grad: Tensor) -> Any:
+    """Average one gradient in place, in a way that torch.compile can trace. The result is the gradient itself."""
+    if exchange.lanes and group.size() > 1:
+        flat = grad.reshape(-1).clone()
+        exchange.mean_(Bucket(0, flat, segments_of([flat], ["traced"]), is_last=True), TracedComm(group))
+        grad.copy_(flat.view_as(grad))
+    return grad
+
+
+def _runner(group: dist.ProcessGroup, device: torch.device) -> Runner:
+    if group.size() == 1:
+        return StreamRunner(group, torch.device("cpu"))
+    if device.type != "cpu" and _backend_name(group, device) not in HOST_BLOCKING:
+        return StreamRunner(group, device)
+    counter = _engines_made.setdefault(group, itertools.count())
+    store = c10d._get_process_group_store(group)
+    lanes = Lanes(store, group.rank(), group.size(), _timeout(group, device), name=str(next(counter)))  # type: ignore[call-overload]
+    return LaneRunner(lanes, THREADS)
+
+
+def _timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    options = getattr(group._get_backend(device), "options", None)
+    timeout = getattr(options, "_timeout", None)
+    return timeout if isinstance(timeout, timedelta) else c10d.default_pg_timeout
+
+
+def _backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
+    return str(group._get_backend(device).name()).lower()
+
+
+def _check_model(model: object) -> None:
+    if not isinstance(model, DistributedDataParallel):
+        raise RegisterError(
+            f"register() takes a torch.nn.parallel.DistributedDataParallel, got {type(model).__name__}; wrap the model first: "
+            "model = DistributedDataParallel(model)"
+        )
+    if not dist.is_initialized():
+        raise RegisterError("the process group is gone: call torch.distributed.init_process_group() before registering")
+    if model._comm_hooks:
+        carried = model._comm_hooks[0][1]
+        if isinstance(carried, _Carried):
+            raise RegisterError(
+                f"this model already has the gradwire hook {str(carried.hook.exchange)!r}, and DDP takes one hook for life; to change "
+                "it use switch() of the Hook that register() returned, for instance hook.switch('bf16')"
+            )
+        name = getattr(model._comm_hooks[0][0], "__qualname__", "?")
+        raise RegisterError(
+            f"this model already has the hook {name!r}, and DDP takes one hook for life; wrap the module in a new "
+            "DistributedDataParallel and register gradwire's there"
+        )
+
+
+def _check_parameters(model: DistributedDataParallel) -> None:
+    for name, param in _named_parameters(model)():
+        if param.requires_grad and param.dtype not in GRADIENT_DTYPES:
+            allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in GRADIENT_DTYPES)
+            raise RegisterError(f"parameter {name!r} is {param.dtype}; gradients can be averaged in {allowed}")
+    device = _device(model)
+    try:
+        model.process_group._get_backend(device)
+    except RuntimeError as error:
+        raise RegisterError(
+            f"the model is on {device.type!r}, but its process group ({dist.get_backend(model.process_group)}) cannot move such "
+            "tensors; use init_process_group('gloo') for a CPU model, or 'cpu:gloo,cuda:nccl'"
+        ) from error
+
+
+def _named_parameters(model: DistributedDataParallel) -> Callable[[], list[tuple[str, Tensor]]]:
+    """The trained parameters by name, without keeping the model alive."""
+    module = weakref.ref(model.module)
+
+    def params() -> list[tuple[str, Tensor]]:
+        alive = module()
+        return [] if alive is None else [(n, p) for n, p in alive.named_parameters() if p.requires_grad]
+
+    return params
+
+
+def _device(model: DistributedDataParallel) -> torch.device:
+    return next(param.device for param in model.module.parameters() if param.requires_grad)

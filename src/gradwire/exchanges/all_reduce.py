@@ -1,0 +1,40 @@
+"""All-reduce: the backend sums, in the gradient's own type (`exact`) or in half precision (`accumulate=wire`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradwire.bucket import Bucket
+from gradwire.comm import Comm
+
+
+def all_reduce_(flat: Tensor, comm: Comm, wire_dtype: torch.dtype | None = None) -> None:
+    """Divide, then sum: a sum of undivided half-precision values could overflow where the mean does not."""
+    flat.div_(comm.size)
+    if wire_dtype is None or wire_dtype == flat.dtype:
+        comm.all_reduce_(flat)
+        return
+    flat.copy_(comm.all_reduce_(flat.to(wire_dtype)))
+
+
+@dataclass(frozen=True, slots=True)
+class Exact:
+    """The mean in the gradient's own type, like DDP without a hook."""
+
+    lanes = 1
+    takes_residual = False
+    align = 1
+
+    def bound(self, size: int) -> float:
+        """Rounding of `size` float32 additions."""
+        return size * 2.0**-23
+
+    def mean_(self, bucket: Bucket, comm: Comm, residual: Tensor | None = None) -> None:
+        """1. Divide by the number of ranks.  2. All-reduce."""
+        all_reduce_(bucket.flat, comm)
+
+    def __str__(self) -> str:
+        return "exact"

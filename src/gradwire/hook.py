@@ -1,0 +1,255 @@
+"""Step 8: Hook, an exchange at work on one model: step count, per-parameter state, statistics."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+
+from gradwire.bucket import Bucket, Segment
+from gradwire.comm import Comm, gather_texts
+from gradwire.errors import ExchangeError, RegisterError, StateError
+from gradwire.exchanges import Exact, Exchange, exchange
+from gradwire.feedback import Residuals
+from gradwire.runner import Job, Runner
+from gradwire.stats import Meter, Stats
+from gradwire.verify import Verification, verify
+
+CHUNK_BYTES = 1 << 20
+"""Bytes of gradient in a chunk, the unit that travels through the pipeline."""
+STATE_VERSION = 1
+
+
+class Hook:
+    """What `gradwire.register` returns. Averages buckets over the ranks of one group.
+
+    `switch`, `verify`, `state_dict(merged=True)` and `close` are for all ranks together, between steps.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        runner: Runner,
+        *,
+        rank: int,
+        size: int,
+        device: torch.device,
+        chunk_bytes: int = CHUNK_BYTES,
+        params: Callable[[], Iterable[tuple[str, Tensor]]] = tuple,
+    ) -> None:
+        self.exchange = exchange
+        self.rank, self.size, self.device = rank, size, device
+        self.runner = runner
+        self.layouts: dict[int, tuple[Segment, ...]] = {}
+        self._chunk_bytes = chunk_bytes
+        self._params = params
+        self._residuals = Residuals()
+        self._meter = Meter()
+        self._close = weakref.finalize(self, runner.close)
+        self._enter(exchange)
+
+    # -- averaging ---------------------------------------------------------------------------------------------
+
+    def begin(self, bucket: Bucket) -> bool:
+        """Count a bucket. True if it opens a step."""
+        self.layouts[bucket.index] = bucket.segments
+        return self._meter.begin(bucket.index)
+
+    def mean(self, bucket: Bucket, scale: Callable[[], float] | None = None) -> Future[Tensor]:
+        """Average a bucket in place, beside whatever the caller does next; the future's value is `bucket.flat`.
+
+        All ranks must call this for the same buckets in the same order. `scale` gives a last factor, the same on all
+        ranks, when the exchange is done.
+        """
+        if self.size == 1 or self.exchange.lanes == 0:
+            self._check_open()
+            return _done(bucket.flat)
+        return self.runner.submit(self._jobs(bucket, scale), bucket.flat, self._meter.add)
+
+    def try_out(self, bucket: Bucket) -> None:
+        """Average a bucket in place and wait for it, leaving feedback and statistics alone."""
+        jobs = [_job(self.exchange, chunk, None, None) for chunk in bucket.chunks(self.chunk_numel(bucket.flat))]
+        self.runner.submit(jobs, bucket.flat, lambda *_: None).wait()
+
+    def run(self, job: Job) -> None:
+        """Run a job of one's own on the hook's lanes and wait for it. All ranks together, between steps."""
+        self._check_open()
+        self.runner.run(job)
+
+    def _jobs(self, bucket: Bucket, scale: Callable[[], float] | None) -> list[Job]:
+        if bucket.flat.is_sparse:
+            return [_job(Exact(), bucket, None, scale)]
+        residual = self._residual(bucket)
+        numel = self.chunk_numel(bucket.flat)
+        chunks = bucket.chunks(numel)
+        parts = [None] * len(chunks) if residual is None else residual.split(numel)
+        return [_job(self.exchange, *pair, scale) for pair in zip(chunks, parts, strict=True)]
+
+    def _residual(self, bucket: Bucket) -> Tensor | None:
+        if self.exchange.takes_residual:
+            return self._residuals.of(bucket)
+        owed = self._residuals.take(bucket)  # from before a switch: pay it now
+        if owed is not None:
+            bucket.flat.add_(owed)
+        return None
+
+    def chunk_numel(self, flat: Tensor) -> int:
+        """Values in a chunk: equal parts near the wanted size, cut at whole blocks of every shard."""
+        numel = max(flat.numel(), 1)
+        parts = max(1, round(numel * flat.element_size() / self._chunk_bytes))
+        unit = self.size * self.exchange.align
+        return -(-numel // (parts * unit)) * unit
+
+    # -- what users call ---------------------------------------------------------------------------------------
+
+    def stats(self) -> Stats:
+        """Averages per step since registration or the last `switch`. Costs nothing, synchronises nothing."""
+        return self._meter.stats(str(self.exchange))
+
+    def reset_stats(self) -> None:
+        """Start averaging anew, for instance after the first steps."""
+        self._meter.reset()
+
+    @property
+    def steps(self) -> int:
+        """Steps averaged since registration."""
+        return self._meter.total_steps
+
+    def verify(self) -> Verification:
+        """Check the promises on the model as it is; raises VerifyError where one is broken.
+
+        The hook has run on every rank; all ranks hold the same parameters, bit for bit; and on gradients of the
+        model's own shapes and scales the average is within the exchange's bound of the exact mean.
+        """
+        return verify(self, list(self._params()))
+
+    def switch(self, spec: str | Exchange, **options: object) -> None:
+        """Go on with another exchange from the next step. What feedback still owes is paid, not lost."""
+        self._check_open()
+        new = exchange(spec, **options)
+        self._enter(new)
+        self.exchange = new
+        self._meter.reset()
+
+    def state_dict(self, *, merged: bool = False) -> dict[str, Any]:
+        """Tensors, numbers and text only; `torch.load` takes it with its defaults.
+
+        By default this rank's own state: save it on every rank, and resuming on as many ranks is exact. With `merged`
+        (all ranks together) the state of all ranks, which one file can hold and any number of ranks can load.
+        """
+        residuals = self._residuals.by_name()
+        if merged:
+            self._merge_(residuals)
+        return {
+            "version": STATE_VERSION,
+            "hook": str(self.exchange),
+            "step": self.steps,
+            "rank": -1 if merged else self.rank,
+            "size": self.size,
+            "residuals": residuals,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Go on from a checkpoint: this rank's own state, a merged one, or the list of all ranks' states.
+
+        Only the sum of the residuals over the ranks matters, so on another number of ranks each starts from
+        sum / ranks. Refused states leave the hook as it was.
+        """
+        step, residuals = _residuals_for(self, [state] if isinstance(state, Mapping) else list(state))
+        self._check_shapes(residuals)
+        self._residuals.load({name: value.to(self.device) for name, value in residuals.items()})
+        self._meter.total_steps = step
+
+    def close(self) -> None:
+        """End threads and connections. The model cannot train on afterwards: DDP cannot lose its hook."""
+        self._close()
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return not self._close.alive
+
+    # -- machinery ---------------------------------------------------------------------------------------------
+
+    def _enter(self, new: Exchange) -> None:
+        """Make sure that all ranks mean the same exchange, and make its lanes."""
+        if self.size == 1:
+            return
+        said: list[str] = []
+        self.runner.open(1)
+        self.runner.run(lambda comm: said.extend(gather_texts(comm, str(new), self.device)))
+        if len(set(said)) > 1:
+            told = ", ".join(f"rank {rank} {text!r}" for rank, text in enumerate(said))
+            raise RegisterError(f"all ranks must ask for the same hook, got {told}")
+        self.runner.open(new.lanes)
+
+    def _merge_(self, residuals: dict[str, Tensor]) -> None:
+        def job(comm: Comm) -> None:
+            for value, total in zip(values, comm.all_reduce_(torch.cat(values)).split(sizes), strict=True):
+                value.copy_(total)
+
+        values = [residuals[name] for name in sorted(residuals)]
+        sizes = [value.numel() for value in values]
+        if self.size > 1 and values:
+            self.run(job)
+
+    def _check_shapes(self, residuals: Mapping[str, Tensor]) -> None:
+        numels = {name: param.numel() * (2 if param.is_complex() else 1) for name, param in self._params()}
+        wrong = [name for name, value in residuals.items() if numels and numels.get(name) != value.numel()]
+        if wrong:
+            told = ", ".join(f"{name} ({residuals[name].numel()}, here {numels.get(name, 'none')})" for name in wrong)
+            raise StateError(f"the checkpoint is of another model; values by parameter: {told}")
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ExchangeError("this hook is closed; build DDP anew and register again to go on training")
+
+    def __repr__(self) -> str:
+        return f"<gradwire.Hook {self.exchange} rank={self.rank} size={self.size} steps={self.steps}>"
+
+
+def _job(exchange: Exchange, bucket: Bucket, residual: Tensor | None, scale: Callable[[], float] | None) -> Job:
+    def job(comm: Comm) -> None:
+        exchange.mean_(bucket, comm, residual)
+        if scale is not None:
+            bucket.flat.mul_(scale())
+
+    return job
+
+
+def _done(flat: Tensor) -> Future[Tensor]:
+    future: Future[Tensor] = Future() if flat.device.type == "cpu" else Future(devices=[flat.device])
+    future.set_result(flat)
+    return future
+
+
+def _residuals_for(hook: Hook, states: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, Tensor]]:
+    """The step and the residuals this rank starts from, by the rule for the states' and its own number of ranks."""
+    for state in states:
+        missing = {"version", "step", "rank", "size", "residuals"} - state.keys()
+        if missing or state["version"] != STATE_VERSION:
+            raise StateError(
+                f"not a state of gradwire.Hook version {STATE_VERSION} (missing: {sorted(missing) or 'none'}, "
+                f"version: {state.get('version')})"
+            )
+    step = int(states[0]["step"])
+    own = [state for state in states if state["rank"] == hook.rank and state["size"] == hook.size]
+    if own:
+        return step, dict(own[0]["residuals"])
+    if not any(state["residuals"] for state in states):
+        return step, {}
+    whole = len(states) == 1 and states[0]["rank"] == -1
+    if not whole and sorted(state["rank"] for state in states) != list(range(states[0]["size"])):
+        raise StateError(
+            f"state of rank {states[0]['rank']} of {states[0]['size']} given to rank {hook.rank} of {hook.size}: load each "
+            "rank's own state, the list of all ranks' states, or one made with state_dict(merged=True)"
+        )
+    names = sorted({name for state in states for name in state["residuals"]})
+    return step, {
+        name: torch.stack([state["residuals"][name] for state in states if name in state["residuals"]]).sum(0) / hook.size
+        for name in names
+    }

@@ -1,0 +1,220 @@
+"""Step 9: runs exchanges beside the backward pass, in order, and hands DDP a Future.
+
+`LaneRunner` uses a few threads, for backends that block the host. A job holds a thread from its first encoding to its
+last decoding; while one waits for the wire the others encode and decode, which is the whole pipeline.
+`StreamRunner` enqueues everything on a side stream of an accelerator, in the thread that runs backward.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+
+from gradwire.comm import Comm, Lanes, Traffic, inline_comm
+from gradwire.errors import ExchangeError
+
+Job = Callable[[Comm], None]
+Report = Callable[[Traffic, float, float], None]
+"""Told after each job: its traffic, and when it began and ended (`time.perf_counter`)."""
+
+THREADS = 4
+"""Jobs in flight. Two keep the wire busy; the others encode and decode meanwhile."""
+
+
+class Runner(Protocol):
+    """Runs jobs in the order of submission, the same on every rank."""
+
+    def open(self, lanes: int) -> None:
+        """Get ready for jobs of up to `lanes` collectives. All ranks together."""
+
+    def submit(self, jobs: Sequence[Job], result: Tensor, report: Report) -> Future[Tensor]:
+        """Run `jobs`, and complete the future with `result` after the last one."""
+
+    def run(self, job: Job) -> None:
+        """Run one job and wait for it."""
+
+    def close(self) -> None:
+        """End threads and groups. Submitting afterwards is an error."""
+
+
+class _Pending:
+    """A future for several jobs. Its value comes out of a callback: the only way for an error to reach DDP whole."""
+
+    def __init__(self, jobs: int, result: Tensor) -> None:
+        self._gate: Future[None] = Future()
+        self._left = jobs
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+        self.future: Future[Tensor] = self._gate.then(lambda _: self._value(result))
+
+    def _value(self, result: Tensor) -> Tensor:
+        if self._error is not None:
+            raise self._error
+        return result
+
+    def end(self, error: BaseException | None = None) -> bool:
+        """One job has ended, or all have failed. True if that settled the future."""
+        with self._lock:
+            if self._left == 0:
+                return False
+            self._left = 0 if error is not None else self._left - 1
+            self._error = error
+            settled = self._left == 0
+        if settled:
+            self._gate.set_result(None)
+        return settled
+
+
+class LaneRunner:
+    """A pool of threads over lanes."""
+
+    def __init__(self, lanes: Lanes, threads: int = THREADS) -> None:
+        self.lanes = lanes
+        self._jobs: queue.SimpleQueue[tuple[int, Job, _Pending, Report] | None] = queue.SimpleQueue()
+        self._open: set[_Pending] = set()
+        self._lock = threading.Lock()
+        self._next_ticket = 0
+        self._error: BaseException | None = None
+        self._closed = False
+        self._threads = [
+            threading.Thread(target=self._work, name=f"gradwire-{i}", daemon=True) for i in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def open(self, lanes: int) -> None:
+        """Make the lanes that are missing; no job may be under way."""
+        self.lanes.open(lanes, self._next_ticket)
+
+    def submit(self, jobs: Sequence[Job], result: Tensor, report: Report) -> Future[Tensor]:
+        """Queue the jobs under the next tickets."""
+        self._check_usable()
+        pending = _Pending(len(jobs), result)
+        with self._lock:
+            self._open.add(pending)
+        for job in jobs:
+            self._jobs.put((self._next_ticket, job, pending, report))
+            self._next_ticket += 1
+        return pending.future
+
+    def run(self, job: Job) -> None:
+        """Run one job in its turn and wait; its error comes out as it is."""
+        try:
+            self.submit([job], torch.empty(0), lambda *_: None).wait()
+        except RuntimeError:
+            raise self._error or ExchangeError("the hook was closed meanwhile") from None
+
+    def close(self) -> None:
+        """Let queued jobs end, then stop the threads and drop the groups."""
+        if self._closed:
+            return
+        self._closed = True
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(timeout=5)
+        self.lanes.close()
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise ExchangeError("this hook is closed; build DDP anew and register again to go on training")
+        if self._error is not None:
+            raise ExchangeError(f"this hook stopped at an earlier error: {self._error}") from self._error
+
+    def _work(self) -> None:
+        while (item := self._jobs.get()) is not None:
+            ticket, job, pending, report = item
+            try:
+                self._run_one(ticket, job, report)
+            except BaseException as error:
+                self._fail(error)
+            else:
+                self._settle(pending)
+            del item, job, pending, report  # a waiting thread must not keep a bucket alive
+
+    def _run_one(self, ticket: int, job: Job, report: Report) -> None:
+        if self._error is not None:
+            raise self._error
+        began = time.perf_counter()
+        comm = self.lanes.comm(ticket)
+        job(comm)
+        ended = time.perf_counter()
+        self.lanes.finish(ticket, comm.used)
+        report(comm.traffic, began, ended)
+
+    def _settle(self, pending: _Pending) -> None:
+        if pending.end():
+            with self._lock:
+                self._open.discard(pending)
+
+    def _fail(self, error: BaseException) -> None:
+        """The first error ends everything: every waiting backward gets it, and the other ranks' lanes close."""
+        if self._error is None:
+            self._error = error = self._explain(error)
+            self.lanes.break_(error)
+        with self._lock:
+            waiting, self._open = self._open, set()
+        for pending in waiting:
+            pending.end(self._error)
+
+    def _explain(self, error: BaseException) -> BaseException:
+        """A connection that closed is another rank's doing: say whose, if it left word."""
+        lost = isinstance(error, RuntimeError) and "gloo" in str(error)
+        if not lost:
+            return error
+        blame = self.lanes.blame() or "it left no word, so it was probably killed; look at the other ranks' logs"
+        cause = ExchangeError(f"another rank failed, so rank {self.lanes.rank} stops too ({blame}) [{error}]")
+        cause.__cause__ = error
+        return cause
+
+
+class StreamRunner:
+    """Everything on one group, in stream order, without waiting on the host. On a CPU it simply runs inline."""
+
+    def __init__(self, group: Any, device: torch.device) -> None:
+        self._group, self._device = group, device
+        self._stream = None if device.type == "cpu" else torch.Stream(device=device)
+        self._closed = False
+
+    def open(self, lanes: int) -> None:
+        """Nothing to do: one group serves all."""
+
+    def submit(self, jobs: Sequence[Job], result: Tensor, report: Report) -> Future[Tensor]:
+        """Enqueue the jobs now."""
+        if self._closed:
+            raise ExchangeError("this hook is closed; build DDP anew and register again to go on training")
+        future: Future[Tensor] = Future() if self._stream is None else Future(devices=[self._device])
+        with self._side_stream(result):
+            for job in jobs:
+                began = time.perf_counter()
+                comm = inline_comm(self._group)
+                job(comm)
+                report(comm.traffic, began, time.perf_counter())
+            future.set_result(result)
+        return future
+
+    def run(self, job: Job) -> None:
+        """Enqueue one job."""
+        self.submit([job], torch.empty(0, device=self._device), lambda *_: None).wait()
+
+    def close(self) -> None:
+        """The group is the model's own and stays."""
+        self._closed = True
+
+    def _side_stream(self, result: Tensor) -> AbstractContextManager[Any]:
+        if self._stream is None:
+            return nullcontext()
+        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+        result.record_stream(self._stream)  # type: ignore[arg-type]
+        return torch.get_device_module(self._device).stream(self._stream)  # type: ignore[no-any-return]
+
+
