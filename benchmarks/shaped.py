@@ -38,6 +38,7 @@ RISKY = (
     "torch:BATCHED_POWER_SGD",
     "torch:BATCHED_POWER_SGD_RANK2",
 )
+PASSED_ON = ("rounds", "seconds", "bucket_mb")
 LAYERS, WIDTH, BATCH = 8, 1024, 64
 
 
@@ -52,7 +53,7 @@ def main() -> None:
         for rate in args.rates:
             cell = run_cell(ranks, None if rate == "none" else rate, args)
             records += cell
-            print_cell(ranks, rate, cell)
+            print_cell(ranks, rate, args.bucket_mb, cell)
             if args.out:
                 Path(args.out).write_text("".join(json.dumps(record) + "\n" for record in records))
 
@@ -64,6 +65,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--rates", nargs="+", default=["100mbit", "1gbit", "10gbit", "none"])
     parser.add_argument("--hooks", nargs="+", default=[*SAFE, *OURS])
     parser.add_argument("--risky", nargs="*", default=list(RISKY), help="hooks that get processes of their own")
+    parser.add_argument("--bucket-mb", type=float, default=25, help="DDP's bucket_cap_mb, for every hook")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=2.0, help="time a hook gets in a round")
     parser.add_argument("--out", help="JSON lines")
@@ -78,14 +80,14 @@ def run_cell(ranks: int, rate: str | None, args: argparse.Namespace) -> list[dic
         records = launch(names, args.hooks, args, limit_s=1800)
         for hook in args.risky:
             records += launch(names, [hook], args, limit_s=90)
-    return [{"ranks": ranks, "rate": rate, **record} for record in records]
+    return [{"ranks": ranks, "rate": rate, "bucket_mb": args.bucket_mb, **record} for record in records]
 
 
 def launch(names: list[str], hooks: list[str], args: argparse.Namespace, limit_s: float) -> list[dict]:
     """One process a host; what rank 0 measured, or what became of it."""
     with tempfile.TemporaryDirectory() as folder:
         job = Path(folder, "job.json")
-        settings = {"hooks": hooks, "rounds": args.rounds, "seconds": args.seconds, "ranks": len(names)}
+        settings = {"hooks": hooks, "ranks": len(names)} | {key: getattr(args, key) for key in PASSED_ON}
         job.write_text(json.dumps(settings))
         processes = [start_rank(name, rank, job) for rank, name in enumerate(names)]
         try:
@@ -132,7 +134,7 @@ def run_rank(args: argparse.Namespace) -> None:
     job = json.loads(Path(args.job).read_text())
     store = Path(args.job).with_name("store")
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=args.rank, world_size=job["ranks"])
-    runs = [Run(hook) for hook in job["hooks"]]
+    runs = [Run(hook, job["bucket_mb"]) for hook in job["hooks"]]
     for run in runs:
         run.prepare(job["seconds"])
     for _ in range(job["rounds"]):
@@ -148,10 +150,11 @@ def run_rank(args: argparse.Namespace) -> None:
 class Run:
     """One hook on a model of its own."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, bucket_mb: float) -> None:
         self.name, self.failed = name, None
         torch.manual_seed(0)
-        self.model = DistributedDataParallel(nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]))
+        layers = [nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
+        self.model = DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=bucket_mb)
         torch.manual_seed(1 + dist.get_rank())
         self.data = torch.randn(BATCH, WIDTH)
         self.times: list[float] = []
@@ -243,10 +246,10 @@ def sent_bytes() -> int:
 # -- the table -------------------------------------------------------------------------------------------------------
 
 
-def print_cell(ranks: int, rate: str, cell: list[dict]) -> None:
+def print_cell(ranks: int, rate: str, bucket_mb: float, cell: list[dict]) -> None:
     """A row a hook: median step time with spread, ratio to plain DDP and to torch's fp16, and to what is possible."""
     medians = {row["hook"]: statistics.median(row["step_ms"]) for row in cell if "step_ms" in row}
-    print(f"\n{ranks} hosts, {rate}: {LAYERS} x Linear({WIDTH}, {WIDTH}), batch {BATCH}; median of rounds, [min-max]")
+    print(f"\n{ranks} hosts, {rate}: {LAYERS} x Linear({WIDTH}, {WIDTH}), batch {BATCH}, buckets of {bucket_mb:g} MB; median of rounds, [min-max]")
     print(f"{'hook':<32}{'step ms':>9}  {'spread':<15}{'plain/':>7}{'fp16/':>7}{'x limit':>8}{'MB sent':>9}{'error':>10}  same bits")
     for row in cell:
         if "failed" in row:
