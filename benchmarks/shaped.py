@@ -39,6 +39,8 @@ RISKY = (
     "torch:BATCHED_POWER_SGD_RANK2",
 )
 PASSED_ON = ("rounds", "seconds", "bucket_mb")
+KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "1000000000", "MALLOC_TRIM_THRESHOLD_": "2000000000"}
+"""For every hook alike: glibc's own habit depends on what was freed before, and moves a step by 10% either way."""
 LAYERS, WIDTH, BATCH = 8, 1024, 64
 
 
@@ -110,7 +112,7 @@ def start_rank(name: str, rank: int, job: Path) -> subprocess.Popen[str]:
     """A rank in its namespace, on one core."""
     core = str(rank % (os.cpu_count() or 1))
     command = ["ip", "netns", "exec", name, "taskset", "-c", core, sys.executable, __file__]
-    env = {**os.environ, "GLOO_SOCKET_IFNAME": netns.INTERFACE, "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, **KEEP_MEMORY, "GLOO_SOCKET_IFNAME": netns.INTERFACE, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         [*command, "--rank", str(rank), "--job", str(job)],
         env=env,
@@ -249,8 +251,12 @@ def sent_bytes() -> int:
 def print_cell(ranks: int, rate: str, bucket_mb: float, cell: list[dict]) -> None:
     """A row a hook: median step time with spread, ratio to plain DDP and to torch's fp16, and to what is possible."""
     medians = {row["hook"]: statistics.median(row["step_ms"]) for row in cell if "step_ms" in row}
-    print(f"\n{ranks} hosts, {rate}: {LAYERS} x Linear({WIDTH}, {WIDTH}), batch {BATCH}, buckets of {bucket_mb:g} MB; median of rounds, [min-max]")
-    print(f"{'hook':<32}{'step ms':>9}  {'spread':<15}{'plain/':>7}{'fp16/':>7}{'x limit':>8}{'MB sent':>9}{'error':>10}  same bits")
+    print(
+        f"\n{ranks} hosts, {rate}: {LAYERS} x Linear({WIDTH}, {WIDTH}), batch {BATCH}, buckets of {bucket_mb:g} MB; median of rounds, [min-max]"
+    )
+    print(
+        f"{'hook':<32}{'step ms':>9}  {'spread':<15}{'plain/':>7}{'fp16/':>7}{'x limit':>8}{'MB sent':>9}{'error':>10}  same bits"
+    )
     for row in cell:
         if "failed" in row:
             print(f"{row['hook']:<32}{row['failed']}")

@@ -8,8 +8,8 @@ from gradwire.exchanges import Exchange, exchange
 from gradwire.hook import Hook
 from gradwire.stats import Stats
 from gradwire.verify import Verification
+from gradwire.version import __version__
 
-__version__ = "0.1.0"
 
 __all__ = [
     "Bucket",
@@ -24,6 +24,7 @@ __all__ = [
     "Stats",
     "Verification",
     "VerifyError",
+    "__version__",
     "exchange",
     "make_bucket",
     "register",

@@ -25,10 +25,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.errors import ExchangeError
+from gradwire.scratch import empty
 
 
 class Comm(Protocol):
-    """The collectives as one job sees them. All block until the result is there (or, on a stream, is enqueued)."""
+    """The collectives as one job sees them. All block until the result is there (or, on a stream, is enqueued).
+
+    New tensors that come back are work space of the job: copy what must outlive it.
+    """
 
     @property
     def rank(self) -> int:
@@ -78,13 +82,13 @@ class GroupComm:
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Everything to everybody: size - 1 times."""
-        out = tensor.new_empty((self.size, tensor.numel()))
+        out = empty((self.size, tensor.numel()), tensor.dtype, tensor.device)
         self._collect(lambda group: group._allgather_base(out.view(-1), tensor), _bytes(tensor) * (self.size - 1))
         return out
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
         """Every row but one's own: (size - 1) / size times."""
-        out = torch.empty_like(tensor)
+        out = empty(tensor.shape, tensor.dtype, tensor.device)
         self._collect(
             lambda group: group.alltoall_base(out, tensor, [], []), _bytes(tensor) * (self.size - 1) / self.size
         )
@@ -132,6 +136,11 @@ class Lane:
             self._changed.notify_all()
             return work
 
+    def wait_issued(self, ticket: int, timeout_s: float) -> None:
+        """Wait until the ticket's collective is on its way, but not for long."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._turn > ticket or self._error, timeout_s)
+
     def break_(self, error: BaseException) -> None:
         """Turn away everybody who waits, and close the connections so that the other ranks' collectives fail too."""
         with self._changed:
@@ -163,6 +172,10 @@ class Lanes:
     def comm(self, ticket: int) -> GroupComm:
         """The collectives of the job with this ticket."""
         return GroupComm(self.rank, self.size, lambda lane, issue: self._lane(lane).run(ticket, issue))
+
+    def wait_started(self, ticket: int, timeout_s: float) -> None:
+        """Wait until the job's first collective is on its way, but not for long."""
+        self._lane(0).wait_issued(ticket, timeout_s)
 
     def finish(self, ticket: int, used: int) -> None:
         """The job is done: let the next one through the lanes it did not use."""

@@ -75,7 +75,13 @@ def make_hook(
     runner = _runner(group, device)
     try:
         return Hook(
-            exchange, runner, rank=group.rank(), size=group.size(), device=device, chunk_bytes=chunk_bytes, params=params
+            exchange,
+            runner,
+            rank=group.rank(),
+            size=group.size(),
+            device=device,
+            chunk_bytes=chunk_bytes,
+            params=params,
         )
     except BaseException:
         runner.close()

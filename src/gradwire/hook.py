@@ -19,7 +19,7 @@ from gradwire.runner import Job, Runner
 from gradwire.stats import Meter, Stats
 from gradwire.verify import Verification, verify
 
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 2 << 20
 """Bytes of gradient in a chunk, the unit that travels through the pipeline."""
 STATE_VERSION = 1
 
@@ -250,6 +250,7 @@ def _residuals_for(hook: Hook, states: Sequence[Mapping[str, Any]]) -> tuple[int
         )
     names = sorted({name for state in states for name in state["residuals"]})
     return step, {
-        name: torch.stack([state["residuals"][name] for state in states if name in state["residuals"]]).sum(0) / hook.size
+        name: torch.stack([state["residuals"][name] for state in states if name in state["residuals"]]).sum(0)
+        / hook.size
         for name in names
     }

@@ -20,6 +20,7 @@ from torch.futures import Future
 
 from gradwire.comm import Comm, Lanes, Traffic, inline_comm
 from gradwire.errors import ExchangeError
+from gradwire.scratch import Scratch
 
 Job = Callable[[Comm], None]
 Report = Callable[[Traffic, float, float], None]
@@ -27,6 +28,10 @@ Report = Callable[[Traffic, float, float], None]
 
 THREADS = 4
 """Jobs in flight. Two keep the wire busy; the others encode and decode meanwhile."""
+
+KICK_S = 0.005
+"""An idle wire is worth this much of the backward thread's time: on a busy core, a worker it has just woken would get
+neither the GIL nor the core before a whole time slice has passed."""
 
 
 class Runner(Protocol):
@@ -84,9 +89,7 @@ class LaneRunner:
         self._next_ticket = 0
         self._error: BaseException | None = None
         self._closed = False
-        self._threads = [
-            threading.Thread(target=self._work, name=f"gradwire-{i}", daemon=True) for i in range(threads)
-        ]
+        self._threads = [threading.Thread(target=self._work, name=f"gradwire-{i}", daemon=True) for i in range(threads)]
         for thread in self._threads:
             thread.start()
 
@@ -97,12 +100,15 @@ class LaneRunner:
     def submit(self, jobs: Sequence[Job], result: Tensor, report: Report) -> Future[Tensor]:
         """Queue the jobs under the next tickets."""
         self._check_usable()
-        pending = _Pending(len(jobs), result)
+        pending, first = _Pending(len(jobs), result), self._next_ticket
         with self._lock:
+            idle = not self._open
             self._open.add(pending)
         for job in jobs:
             self._jobs.put((self._next_ticket, job, pending, report))
             self._next_ticket += 1
+        if idle:
+            self.lanes.wait_started(first, KICK_S)
         return pending.future
 
     def run(self, job: Job) -> None:
@@ -131,10 +137,12 @@ class LaneRunner:
             raise ExchangeError(f"this hook stopped at an earlier error: {self._error}") from self._error
 
     def _work(self) -> None:
+        scratch = Scratch()
         while (item := self._jobs.get()) is not None:
             ticket, job, pending, report = item
             try:
-                self._run_one(ticket, job, report)
+                with scratch.job():
+                    self._run_one(ticket, job, report)
             except BaseException as error:
                 self._fail(error)
             else:
@@ -216,5 +224,3 @@ class StreamRunner:
         self._stream.wait_stream(torch.accelerator.current_stream(self._device))
         result.record_stream(self._stream)  # type: ignore[arg-type]
         return torch.get_device_module(self._device).stream(self._stream)  # type: ignore[no-any-return]
-
-

@@ -48,7 +48,11 @@ def verify(hook: Hook, params: Sequence[tuple[str, Tensor]]) -> Verification:
             f"{name}: ranks hold different values in {len(different)} parameters, first {different[0]!r}. Something besides the "
             "hook changes them (a seed per rank, a step on some ranks only), or they already differed before registration"
         )
-    errors = [_error(hook, index, segments) for index, segments in hook.layouts.items()] if averages and hook.size > 1 else []
+    errors = (
+        [_error(hook, index, segments) for index, segments in hook.layouts.items()]
+        if averages and hook.size > 1
+        else []
+    )
     worst, bound = max(errors, default=(None, None), key=lambda pair: pair[0] / pair[1])
     if worst is not None and bound is not None and not worst <= bound:
         raise VerifyError(f"{name}: error {worst:.3g} of the mean is above the promised {bound:.3g}")
@@ -126,5 +130,5 @@ def _gather(hook: Hook, values: Tensor) -> Tensor:
     if hook.size == 1:
         return values[None]
     got: list[Tensor] = []
-    hook.run(lambda comm: got.append(comm.all_gather(values)))
+    hook.run(lambda comm: got.append(comm.all_gather(values).clone()))
     return got[0]

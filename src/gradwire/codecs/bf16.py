@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradwire.codecs.base import new_wire
+from gradwire.codecs.base import new_wire, widened
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class BF16:
         """Widen and scale."""
         values = _values(wire, out.numel())
         if add:
-            return out.add_(values.to(torch.float32), alpha=alpha)
+            return out.add_(widened(values), alpha=alpha)
         return out.copy_(values).mul_(alpha) if alpha != 1.0 else out.copy_(values)
 
 

@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradwire.codecs.base import new_wire, wide
+from gradwire.codecs.base import new_wire, wide, widened
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class FP16:
         halves = _halves(wire, out.numel())
         if not add and out.dtype in (torch.float32, torch.float64):
             return out.copy_(halves).mul_(factor)
-        values = halves.to(torch.float32).mul_(factor)
+        values = widened(halves).mul_(factor)
         return out.add_(values) if add else out.copy_(values)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gradwire.bucket import Bucket
 from gradwire.comm import Comm
+from gradwire.scratch import empty
 
 
 def all_reduce_(flat: Tensor, comm: Comm, wire_dtype: torch.dtype | None = None) -> None:
@@ -17,7 +18,8 @@ def all_reduce_(flat: Tensor, comm: Comm, wire_dtype: torch.dtype | None = None)
     if wire_dtype is None or wire_dtype == flat.dtype:
         comm.all_reduce_(flat)
         return
-    flat.copy_(comm.all_reduce_(flat.to(wire_dtype)))
+    wire = empty(flat.shape, wire_dtype, flat.device).copy_(flat)
+    flat.copy_(comm.all_reduce_(wire))
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,9 @@ class Coded:
     def __post_init__(self) -> None:
         name = self.codec.name
         if self.accumulate == "wire" and self.codec.wire_dtype is None:
-            raise SpecError(f"{name}: accumulate=wire is for wires the backend can sum (fp16, bf16); use accumulate=fp32")
+            raise SpecError(
+                f"{name}: accumulate=wire is for wires the backend can sum (fp16, bf16); use accumulate=fp32"
+            )
         if self.accumulate == "wire" and (self.feedback or self.shots != "auto"):
             raise SpecError(f"{name}: accumulate=wire takes neither feedback nor shots; use accumulate=fp32")
 

@@ -1,0 +1,94 @@
+"""Ranks as threads of this process, over real gloo and the real engine."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradwire.bucket import Bucket, make_bucket
+from gradwire.comm import Lanes
+from gradwire.exchanges import Exchange, exchange
+from gradwire.hook import CHUNK_BYTES, Hook
+from gradwire.runner import THREADS, LaneRunner
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Rank:
+    """One of the ranks, as the function under test sees it."""
+
+    rank: int
+    size: int
+    store: dist.Store
+    timeout_s: float
+    _made: "itertools.count[int]" = field(default_factory=itertools.count)
+    _hooks: list[Hook] = field(default_factory=list)
+
+    def runner(self, threads: int = THREADS) -> LaneRunner:
+        """An engine. All ranks must make theirs in the same order."""
+        name = f"test/{next(self._made)}"
+        return LaneRunner(Lanes(self.store, self.rank, self.size, timedelta(seconds=self.timeout_s), name), threads)
+
+    def hook(self, spec: str | Exchange, *, chunk_bytes: int = CHUNK_BYTES, threads: int = THREADS) -> Hook:
+        """A hook without a model, closed at the end of the test."""
+        made = Hook(
+            exchange(spec),
+            self.runner(threads),
+            rank=self.rank,
+            size=self.size,
+            device=torch.device("cpu"),
+            chunk_bytes=chunk_bytes,
+        )
+        self._hooks.append(made)
+        return made
+
+    def mean(self, spec: str | Exchange, grads: Sequence[Tensor], **options: int) -> Bucket:
+        """Average some gradients once and wait."""
+        bucket = make_bucket(grads)
+        self.hook(spec, **options).mean(bucket).wait()
+        return bucket
+
+    def close(self) -> None:
+        """Close every hook made here."""
+        for hook in self._hooks:
+            hook.close()
+
+
+def thread_ranks(size: int, run: Callable[[Rank], T], timeout_s: float = 20.0) -> list[T]:
+    """Run `run` on `size` ranks at once; their results in order. The first error is raised, and nothing hangs.
+
+    gloo's own time limit is `timeout_s`, so a rank that waits for one that failed ends too.
+    """
+    store, results, errors = dist.HashStore(), {}, {}
+
+    def main(rank: Rank) -> None:
+        try:
+            results[rank.rank] = run(rank)
+        except BaseException as error:
+            errors[rank.rank] = error
+        finally:
+            with suppress(Exception):
+                rank.close()
+
+    ranks = [Rank(index, size, store, timeout_s) for index in range(size)]
+    threads = [threading.Thread(target=main, args=(rank,), daemon=True) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout_s + 10)
+    if errors:
+        raise errors[min(errors)]
+    if len(results) < size:
+        missing = sorted(set(range(size)) - results.keys())
+        raise TimeoutError(f"ranks {missing} did not end within {timeout_s + 10:.0f} s")
+    return [results[index] for index in range(size)]
