@@ -10,7 +10,6 @@ from gradwire.stats import Stats
 from gradwire.verify import Verification
 from gradwire.version import __version__
 
-
 __all__ = [
     "Bucket",
     "Codec",

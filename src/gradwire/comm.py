@@ -16,6 +16,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -23,6 +24,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from gradwire.errors import ExchangeError
 from gradwire.scratch import empty
@@ -154,18 +156,18 @@ class Lane:
 class Lanes:
     """The lanes of one engine over gloo, made by the ranks that use them and nobody else."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, name: str) -> None:
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, name: str) -> None:
         self.rank, self.size = rank, size
-        self._store = dist.PrefixStore(f"gradwire/{name}", store)
+        self._store = PrefixStore(f"gradwire/{name}", store)
         self._timeout = timeout
         self._lanes: list[Lane] = []
         self._broken = False
 
     def open(self, count: int, next_ticket: int) -> None:
-        """Make lanes until there are `count`; all ranks must ask for the same. `next_ticket` is the first one let in."""
+        """Make lanes until there are `count`, which all ranks must ask for; `next_ticket` is the next one let in."""
         while len(self._lanes) < count:
-            store = dist.PrefixStore(f"lane/{len(self._lanes)}", self._store)
-            lane = Lane(dist.ProcessGroupGloo(store, self.rank, self.size, self._timeout))
+            store = PrefixStore(f"lane/{len(self._lanes)}", self._store)
+            lane = Lane(ProcessGroupGloo(store, self.rank, self.size, self._timeout))
             lane._turn = next_ticket
             self._lanes.append(lane)
 
@@ -204,10 +206,8 @@ class Lanes:
         self._lanes.clear()
 
     def _say(self, text: str) -> None:
-        try:
+        with suppress(RuntimeError):  # the store died with its rank: the closed connections must do
             self._store.set("error", text)
-        except RuntimeError:  # the store died with its rank: the closed connections must do
-            pass
 
     def _lane(self, index: int) -> Lane:
         if index >= len(self._lanes):

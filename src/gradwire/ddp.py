@@ -7,17 +7,18 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
 from torch.distributed import distributed_c10d as c10d
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.bucket import GRADIENT_DTYPES, Bucket, from_ddp, segments_of
-from gradwire.comm import Lanes, TracedComm
+from gradwire.comm import Comm, Lanes, TracedComm
 from gradwire.errors import RegisterError, SpecError
 from gradwire.exchanges import Exchange, exchange
 from gradwire.hook import CHUNK_BYTES, Hook
@@ -88,7 +89,7 @@ def make_hook(
         raise
 
 
-def gradwire_hook(state: "_Carried", bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def gradwire_hook(state: "_Carried", bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """What DDP calls for every bucket."""
     return state.average(bucket)
 
@@ -108,7 +109,7 @@ class _Carried:
     def average(self, bucket: Any) -> Future[Tensor]:
         """Average one bucket, or the (gradient, parameter) pair of DDP's compiled reducer."""
         if isinstance(bucket, tuple):
-            return traced_mean(self.hook.exchange, self.group, bucket[0])
+            return cast(Future[Tensor], traced_mean(self.hook.exchange, self.group, bucket[0]))
         ours = from_ddp(bucket, lambda param: self._names[param])
         if self.hook.begin(ours):
             self._scale = self._count_live()
@@ -127,7 +128,7 @@ class _Carried:
                 finally:
                     state._live = True
 
-        model._match_all_reduce_for_bwd_pass = shadow
+        setattr(model, "_match_all_reduce_for_bwd_pass", shadow)  # noqa: B010 - mypy, methods are not attributes
 
     def _count_live(self) -> Callable[[], float] | None:
         """Under `Join(divide_by_initial_world_size=False)`: the factor from a mean over all to one over live ranks."""
@@ -137,8 +138,12 @@ class _Carried:
         if self.hook.exchange.lanes == 0:
             return None
         live = torch.tensor([float(self._live)], device=self.hook.device)
-        counted = self.hook.runner.submit([lambda comm: comm.all_reduce_(live) and None], live, lambda *_: None)  # type: ignore[list-item, func-returns-value]
+        counted = self.hook.runner.submit([lambda comm: _sum_(comm, live)], live, lambda *_: None)
         return lambda: self.hook.size / max(float(counted.wait()), 1.0)
+
+
+def _sum_(comm: Comm, values: Tensor) -> None:
+    comm.all_reduce_(values)
 
 
 def traced_mean(exchange: Exchange, group: dist.ProcessGroup, grad: Tensor) -> Any:
@@ -174,8 +179,8 @@ def _backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
 def _check_model(model: object) -> None:
     if not isinstance(model, DistributedDataParallel):
         raise RegisterError(
-            f"register() takes a torch.nn.parallel.DistributedDataParallel, got {type(model).__name__}; wrap the model first: "
-            "model = DistributedDataParallel(model)"
+            f"register() takes a torch.nn.parallel.DistributedDataParallel, got {type(model).__name__}; wrap the model "
+            "first: model = DistributedDataParallel(model)"
         )
     if not dist.is_initialized():
         raise RegisterError("the process group is gone: call torch.distributed.init_process_group() before registering")
@@ -183,8 +188,8 @@ def _check_model(model: object) -> None:
         carried = model._comm_hooks[0][1]
         if isinstance(carried, _Carried):
             raise RegisterError(
-                f"this model already has the gradwire hook {str(carried.hook.exchange)!r}, and DDP takes one hook for life; to change "
-                "it use switch() of the Hook that register() returned, for instance hook.switch('bf16')"
+                f"this model already has the gradwire hook {str(carried.hook.exchange)!r}, and DDP takes one hook for "
+                "life; to change it use switch() of the Hook that register() returned, as in hook.switch('bf16')"
             )
         name = getattr(model._comm_hooks[0][0], "__qualname__", "?")
         raise RegisterError(
@@ -203,8 +208,8 @@ def _check_parameters(model: DistributedDataParallel) -> None:
         model.process_group._get_backend(device)
     except RuntimeError as error:
         raise RegisterError(
-            f"the model is on {device.type!r}, but its process group ({dist.get_backend(model.process_group)}) cannot move such "
-            "tensors; use init_process_group('gloo') for a CPU model, or 'cpu:gloo,cuda:nccl'"
+            f"the model is on {device.type!r}, but its process group ({dist.get_backend(model.process_group)}) cannot "
+            "move such tensors; use init_process_group('gloo') for a CPU model, or 'cpu:gloo,cuda:nccl'"
         ) from error
 
 
@@ -220,4 +225,5 @@ def _named_parameters(model: DistributedDataParallel) -> Callable[[], list[tuple
 
 
 def _device(model: DistributedDataParallel) -> torch.device:
-    return next(param.device for param in model.module.parameters() if param.requires_grad)
+    devices: list[torch.device] = [param.device for param in model.module.parameters() if param.requires_grad]
+    return devices[0]

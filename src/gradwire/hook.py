@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
+from gradwire import kernels
 from gradwire.bucket import Bucket, Segment
 from gradwire.comm import Comm, gather_texts
 from gradwire.errors import ExchangeError, RegisterError, StateError
@@ -179,6 +180,7 @@ class Hook:
         """Make sure that all ranks mean the same exchange, and make its lanes."""
         if self.size == 1:
             return
+        kernels.load()
         said: list[str] = []
         self.runner.open(1)
         self.runner.run(lambda comm: said.extend(gather_texts(comm, str(new), self.device)))

@@ -222,5 +222,5 @@ class StreamRunner:
         if self._stream is None:
             return nullcontext()
         self._stream.wait_stream(torch.accelerator.current_stream(self._device))
-        result.record_stream(self._stream)  # type: ignore[arg-type]
+        result.record_stream(self._stream)
         return torch.get_device_module(self._device).stream(self._stream)  # type: ignore[no-any-return]

@@ -1,8 +1,9 @@
 """Work space that jobs use over and over, so that a training step in steady state allocates nothing on the host.
 
-Large blocks that are malloc'ed and freed every step go back to the kernel and come again as zeroed pages; on a busy host
-those page faults cost more than the encoding. A worker thread opens a `Scratch` once, and `empty` and `temp` take from it
-without the exchanges knowing. In any other thread, on accelerators and under torch.compile they are plain `torch.empty`.
+Large blocks that are malloc'ed and freed every step go back to the kernel and come again as zeroed pages; on a busy
+host those page faults cost more than the encoding. A worker thread opens a `Scratch` once, and `empty` and `temp` take
+from it without the exchanges knowing. In any other thread, on accelerators and under torch.compile they are plain
+`torch.empty`.
 """
 
 from __future__ import annotations

@@ -45,8 +45,8 @@ def verify(hook: Hook, params: Sequence[tuple[str, Tensor]]) -> Verification:
     different = _different(hook, params)
     if different and averages:
         raise VerifyError(
-            f"{name}: ranks hold different values in {len(different)} parameters, first {different[0]!r}. Something besides the "
-            "hook changes them (a seed per rank, a step on some ranks only), or they already differed before registration"
+            f"{name}: ranks hold different values in {len(different)} parameters, first {different[0]!r}. Something "
+            "besides the hook changes them (a step on some ranks only, say), or they differed before registration"
         )
     errors = (
         [_error(hook, index, segments) for index, segments in hook.layouts.items()]
@@ -64,8 +64,8 @@ def _check_fired(hook: Hook) -> int:
     if min(counts) == 0:
         silent = [rank for rank, count in enumerate(counts) if count == 0]
         raise VerifyError(
-            f"{hook.exchange}: the hook has not run on rank {', '.join(map(str, silent))}. Call verify() after a backward pass "
-            "through the DDP module itself (not model.module) and outside no_sync()"
+            f"{hook.exchange}: the hook has not run on rank {', '.join(map(str, silent))}. Call verify() after a "
+            "backward pass through the DDP module itself (not model.module) and outside no_sync()"
         )
     if len(set(counts)) > 1:
         raise VerifyError(f"{hook.exchange}: ranks have averaged different numbers of steps: {counts}")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradwire.errors import SpecError
-from gradwire.scratch import empty, temp
+from gradwire.scratch import empty
 
 
 class Codec(Protocol):
@@ -58,13 +58,3 @@ def new_wire(codec: Codec, flat: Tensor, out: Tensor | None) -> Tensor:
     if out is not None:
         return out
     return empty((codec.wire_bytes(flat.numel()),), torch.uint8, flat.device)
-
-
-def wide(flat: Tensor) -> Tensor:
-    """`flat` in a type that is safe to compute in: float32 or float64."""
-    return flat if flat.dtype in (torch.float32, torch.float64) else flat.float()
-
-
-def widened(values: Tensor) -> Tensor:
-    """A float32 copy of `values`, good until the next one is made."""
-    return temp(values.shape, torch.float32, values.device).copy_(values)

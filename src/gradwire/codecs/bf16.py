@@ -13,7 +13,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradwire.codecs.base import new_wire, widened
+from gradwire import kernels
+from gradwire.codecs.base import new_wire
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +36,12 @@ class BF16:
     def encode(self, flat: Tensor, out: Tensor | None = None) -> Tensor:
         """Round to nearest."""
         wire = new_wire(self, flat, out)
-        _values(wire, flat.numel()).copy_(flat)
+        kernels.to_bf16_(_values(wire, flat.numel()), flat)
         return wire
 
     def decode_(self, out: Tensor, wire: Tensor, *, alpha: float = 1.0, add: bool = False) -> Tensor:
         """Widen and scale."""
-        values = _values(wire, out.numel())
-        if add:
-            return out.add_(widened(values), alpha=alpha)
-        return out.copy_(values).mul_(alpha) if alpha != 1.0 else out.copy_(values)
+        return kernels.from_bf16_(out, _values(wire, out.numel()), alpha, add)
 
 
 def _values(wire: Tensor, numel: int) -> Tensor:

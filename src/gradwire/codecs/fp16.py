@@ -14,7 +14,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradwire.codecs.base import new_wire, wide, widened
+from gradwire import kernels
+from gradwire.codecs.base import new_wire
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,30 +37,23 @@ class FP16:
     def encode(self, flat: Tensor, out: Tensor | None = None) -> Tensor:
         """Scale and round to nearest."""
         wire, numel = new_wire(self, flat, out), flat.numel()
-        scale = _power_of_two(flat) if numel else torch.ones((), device=flat.device)
+        scale = _power_of_two(kernels.absmax(flat)) if numel else torch.ones((), device=flat.device)
         wire[:4].view(torch.float32).copy_(scale)
-        values = wide(flat)
-        torch.mul(values, scale.reciprocal().to(values.dtype), out=_halves(wire, numel))
+        kernels.to_fp16_(_halves(wire, numel), flat, scale.reciprocal())
         return wire
 
     def decode_(self, out: Tensor, wire: Tensor, *, alpha: float = 1.0, add: bool = False) -> Tensor:
         """Undo the scale; `alpha` rides along for free."""
         factor = wire[:4].view(torch.float32)[0] * alpha
-        halves = _halves(wire, out.numel())
-        if not add and out.dtype in (torch.float32, torch.float64):
-            return out.copy_(halves).mul_(factor)
-        values = widened(halves).mul_(factor)
-        return out.add_(values) if add else out.copy_(values)
+        return kernels.from_fp16_(out, _halves(wire, out.numel()), factor, add)
 
 
 def _halves(wire: Tensor, numel: int) -> Tensor:
     return wire[4 : 4 + 2 * numel].view(torch.float16)
 
 
-def _power_of_two(flat: Tensor) -> Tensor:
+def _power_of_two(largest: Tensor) -> Tensor:
     """The power of two that brings the largest magnitude into [2**14, 2**15); 1 where a value is inf or NaN."""
-    low, high = torch.aminmax(flat)
-    largest = torch.maximum(high, -low).float()
     exponent = torch.frexp(largest).exponent.clamp(-111, 128)
     scale = torch.ldexp(torch.ones_like(largest), exponent - 15)
     return torch.where(torch.isfinite(largest), scale, torch.ones_like(scale))

@@ -29,7 +29,7 @@ class Coded:
     codec: Codec
     _: dataclasses.KW_ONLY
     accumulate: Accumulate = "fp32"
-    """`fp32`: sums are float32, so the error does not grow with the ranks. `wire`: the backend sums in half precision."""
+    """`fp32`: sums in float32, so the error does not grow with the ranks. `wire`: the backend sums half precision."""
     shots: Shots = "auto"
     """`one`: all-gather. `two`: all-to-all, then all-gather. `auto`: one at 2 ranks, two above."""
     feedback: bool = False
@@ -68,7 +68,8 @@ class Coded:
         """Pick the way over the wire and go."""
         flat = bucket.flat
         if self.accumulate == "wire":
-            return all_reduce_(flat, comm, self.codec.wire_dtype)
+            all_reduce_(flat, comm, self.codec.wire_dtype)
+            return
         with fed_back(flat, residual):
             if self._one_shot(comm.size):
                 one_shot_(flat, self.codec, comm, residual)

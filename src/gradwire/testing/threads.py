@@ -11,8 +11,8 @@ from datetime import timedelta
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore, Store
 
 from gradwire.bucket import Bucket, make_bucket
 from gradwire.comm import Lanes
@@ -29,9 +29,9 @@ class Rank:
 
     rank: int
     size: int
-    store: dist.Store
+    store: Store
     timeout_s: float
-    _made: "itertools.count[int]" = field(default_factory=itertools.count)
+    _made: itertools.count[int] = field(default_factory=itertools.count)
     _hooks: list[Hook] = field(default_factory=list)
 
     def runner(self, threads: int = THREADS) -> LaneRunner:
@@ -69,7 +69,7 @@ def thread_ranks(size: int, run: Callable[[Rank], T], timeout_s: float = 20.0) -
 
     gloo's own time limit is `timeout_s`, so a rank that waits for one that failed ends too.
     """
-    store, results, errors = dist.HashStore(), {}, {}
+    store, results, errors = HashStore(), {}, {}
 
     def main(rank: Rank) -> None:
         try:

@@ -1,0 +1,43 @@
+"""Drop-in for `torch.distributed.algorithms.ddp_comm_hooks`: the same names, working on every backend.
+
+    from gradwire.ddp_comm_hooks import DDPCommHookType, register_ddp_comm_hook
+
+Changing that one import is the migration. Differences, all deliberate: `state=None` means the model's own process group
+wherever the model is known, a registration returns the `gradwire.Hook`, and nothing hangs on gloo.
+"""
+
+from enum import Enum, member
+from functools import partial
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire.ddp import attach
+from gradwire.ddp_comm_hooks import debugging_hooks as debugging
+from gradwire.ddp_comm_hooks import default_hooks as default
+from gradwire.exchanges import exchange
+from gradwire.hook import Hook
+
+__all__ = ["DDPCommHookType", "register_ddp_comm_hook"]
+
+
+def _ddp_comm_hook_wrapper(comm_hook: Any, model: DistributedDataParallel, state: Any = None) -> Hook:
+    """Register one of this package's hooks on a model, over `state` or else the model's own group."""
+    return attach(model, exchange(comm_hook.spec), group=state)
+
+
+class DDPCommHookType(Enum):
+    """The hooks by name: `DDPCommHookType.FP16_COMPRESS.value(model=model, state=process_group)`."""
+
+    ALLREDUCE = member(partial(_ddp_comm_hook_wrapper, comm_hook=default.allreduce_hook))
+    FP16_COMPRESS = member(partial(_ddp_comm_hook_wrapper, comm_hook=default.fp16_compress_hook))
+    BF16_COMPRESS = member(partial(_ddp_comm_hook_wrapper, comm_hook=default.bf16_compress_hook))
+    NOOP = member(partial(_ddp_comm_hook_wrapper, comm_hook=debugging.noop_hook))
+
+
+def register_ddp_comm_hook(comm_hook_type: Any, model: DistributedDataParallel, state: Any = None) -> Hook:
+    """Register a hook by its type. `state` is a process group, or None for the model's own."""
+    if not isinstance(comm_hook_type, DDPCommHookType):
+        names = ", ".join(f"DDPCommHookType.{kind.name}" for kind in DDPCommHookType)
+        raise TypeError(f"comm_hook_type must be one of {names}, got {comm_hook_type!r}")
+    return comm_hook_type.value(model=model, state=state)

@@ -1,0 +1,52 @@
+"""Hooks that know a process group but no model: one engine a group and spec, made when first used."""
+
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from gradwire.bucket import Bucket, from_ddp
+from gradwire.ddp import make_hook, traced_mean
+from gradwire.exchanges import exchange
+from gradwire.hook import Hook
+
+_hooks: "weakref.WeakKeyDictionary[Any, dict[str, Hook]]" = weakref.WeakKeyDictionary()
+
+
+def averaged(spec: str, group: dist.ProcessGroup | None, bucket: Any) -> Future[Tensor]:
+    """Average a `GradBucket`, or the `(gradient, parameter)` pair that DDP's compiled reducer hands over.
+
+    `None` is the world, as there is no model to ask. All ranks of the group must call this in the same order.
+    """
+    if isinstance(bucket, tuple):
+        return traced_mean(exchange(spec), group_of(group), bucket[0])  # type: ignore[no-any-return]
+    names = {param: f"{bucket.index()}.{position}" for position, param in enumerate(bucket.parameters())}
+    return mean_of(spec, group, from_ddp(bucket, names.__getitem__))
+
+
+def mean_of(spec: str, group: dist.ProcessGroup | None, bucket: Bucket) -> Future[Tensor]:
+    """Average a bucket on the engine of its group."""
+    hook = hook_of(spec, group_of(group), bucket.flat.device)
+    hook.begin(bucket)
+    return hook.mean(bucket)
+
+
+def hook_of(spec: str, group: dist.ProcessGroup, device: torch.device) -> Hook:
+    """The engine that serves all models of this process that use `spec` on `group`."""
+    made = _hooks.setdefault(group, {})
+    if spec not in made or made[spec].closed:
+        made[spec] = make_hook(exchange(spec), group, device)
+    return made[spec]
+
+
+def group_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """`group`, or the world."""
+    if group is not None:
+        return group
+    world = dist.group.WORLD
+    if world is None:
+        raise ValueError("Default process group has not been initialized, please call init_process_group().")
+    return world
