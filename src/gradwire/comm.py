@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
+from torch.distributed import _functional_collectives as _traced
 
 from gradwire.errors import ExchangeError
 from gradwire.scratch import empty
@@ -226,6 +227,9 @@ def inline_comm(group: Any) -> GroupComm:
     return GroupComm(group.rank(), group.size(), run)
 
 
+_traced_all_gather = getattr(_traced, "all_gather_single", None) or _traced.all_gather_tensor  # renamed in torch 2.13
+
+
 class TracedComm:
     """Collectives that torch.compile can trace, for DDP's compiled reducer."""
 
@@ -234,16 +238,15 @@ class TracedComm:
 
     def all_reduce_(self, tensor: Tensor) -> Tensor:
         """Sum over the ranks."""
-        return tensor.copy_(dist._functional_collectives.all_reduce(tensor, "sum", self.group))
+        return tensor.copy_(_traced.all_reduce(tensor, "sum", self.group))
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """(n,) -> (size, n)."""
-        gathered = dist._functional_collectives.all_gather_tensor(tensor, 0, self.group)
-        return gathered.view(self.size, -1)
+        return _traced_all_gather(tensor, 0, self.group).view(self.size, -1)
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
         """(size, n) -> (size, n)."""
-        return dist._functional_collectives.all_to_all_single(tensor, None, None, self.group)
+        return _traced.all_to_all_single(tensor, None, None, self.group)
 
 
 def gather_texts(comm: Comm, text: str, device: torch.device) -> list[str]:

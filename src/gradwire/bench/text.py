@@ -70,7 +70,7 @@ def _windows(source: Tensor, starts: Tensor, length: int) -> Tensor:
 def _check_length(source: Tensor, length: int) -> None:
     if source.numel() < length:
         raise GradwireError(
-            f"the workload needs at least {length} bytes of Python's standard library as source, found {source.numel()}; "
+            f"the workload needs at least {length} bytes of the standard library's source, found {source.numel()}; "
             "this Python was installed without its *.py files"
         )
 

@@ -29,7 +29,7 @@ class WorkloadSettings:
     """Bytes the model sees at once."""
     batch: int = 4
     """Windows of `context` bytes per rank and step."""
-    learning_rate: float = 2e-3
+    learning_rate: float = 1e-3
     """AdamW's, reached after `warmup_steps`."""
     warmup_steps: int = 10
     """Steps over which the learning rate rises linearly."""
@@ -81,7 +81,7 @@ class GPT(nn.Module):
         self.head = nn.Linear(settings.width, BYTES, bias=False)
         for name, param in self.named_parameters():
             if param.dim() == 2:
-                # The two matrices of a block that write to the residual stream start smaller, so that depth adds no variance.
+                # The two matrices of a block that write to the residual stream start smaller: depth adds no variance.
                 shrink = math.sqrt(2 * settings.layers) if "_out" in name else 1.0
                 nn.init.normal_(param, std=0.02 / shrink)
 
@@ -127,4 +127,5 @@ class Workload:
         """The loss summed over this rank's share of the held-out windows, and how many windows those are."""
         windows = even_windows(self.text.held_out, self.settings.eval_windows, self.settings.context + 1)
         own = windows[self.rank :: self.size]
-        return sum(float(self.loss(model, part)) * len(part) for part in own.split(self.settings.batch)), len(own)
+        parts = own.split(self.settings.batch) if len(own) else ()
+        return sum(float(self.loss(model, part)) * len(part) for part in parts), len(own)

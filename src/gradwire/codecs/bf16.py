@@ -45,4 +45,4 @@ class BF16:
 
 
 def _values(wire: Tensor, numel: int) -> Tensor:
-    return wire[: 2 * numel].view(torch.bfloat16)
+    return wire.narrow(0, 0, 2 * numel).view(torch.bfloat16)

@@ -38,18 +38,22 @@ class FP16:
         """Scale and round to nearest."""
         wire, numel = new_wire(self, flat, out), flat.numel()
         scale = _power_of_two(kernels.absmax(flat)) if numel else torch.ones((), device=flat.device)
-        wire[:4].view(torch.float32).copy_(scale)
+        _scale(wire).copy_(scale)
         kernels.to_fp16_(_halves(wire, numel), flat, scale.reciprocal())
         return wire
 
     def decode_(self, out: Tensor, wire: Tensor, *, alpha: float = 1.0, add: bool = False) -> Tensor:
         """Undo the scale; `alpha` rides along for free."""
-        factor = wire[:4].view(torch.float32)[0] * alpha
+        factor = _scale(wire) * alpha
         return kernels.from_fp16_(out, _halves(wire, out.numel()), factor, add)
 
 
+def _scale(wire: Tensor) -> Tensor:
+    return wire.narrow(0, 0, 4).view(torch.float32).view(())
+
+
 def _halves(wire: Tensor, numel: int) -> Tensor:
-    return wire[4 : 4 + 2 * numel].view(torch.float16)
+    return wire.narrow(0, 4, 2 * numel).view(torch.float16)
 
 
 def _power_of_two(largest: Tensor) -> Tensor:

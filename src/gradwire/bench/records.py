@@ -1,0 +1,112 @@
+"""What a measured run is asked for (Settings) and what comes out of it (Record, one a hook)."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from gradwire.bench.workload import WorkloadSettings
+from gradwire.errors import SpecError
+
+PLAIN = "plain"
+"""DDP without any hook: the baseline, always a row."""
+MAX_NPROC = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """How to measure. Every hook trains the same model from the same seed on the same batches."""
+
+    nproc: int = 2
+    """Ranks, one process each."""
+    steps: int = 80
+    """Training steps a hook gets."""
+    round_steps: int = 5
+    """Steps before the next hook has its turn: short, so that a noisy minute hits all hooks alike."""
+    limit_s: float | None = None
+    """After so many seconds of training no new round begins, for all hooks alike. None: train to the end."""
+    seed: int = 0
+    """Of the weights, and with rank and step of the batches."""
+    bucket_mb: float = 25.0
+    """DDP's `bucket_cap_mb`."""
+    timeout_s: float = 60.0
+    """How long a collective may take before the run is given up."""
+    workload: WorkloadSettings = field(default_factory=WorkloadSettings)
+    """What is trained."""
+
+    def __post_init__(self) -> None:
+        _check(1 <= self.nproc <= MAX_NPROC, f"nproc must be between 1 and {MAX_NPROC}, got {self.nproc}")
+        _check(self.steps >= 1, f"steps must be at least 1, got {self.steps}")
+        _check(self.round_steps >= 1, f"round_steps must be at least 1, got {self.round_steps}")
+        _check(0 <= self.seed < 2**63, f"seed must be between 0 and 2^63 - 1, got {self.seed}")
+        _check(self.limit_s is None or self.limit_s > 0, f"limit_s must be above 0 or None, got {self.limit_s}")
+        _check(self.bucket_mb > 0, f"bucket_mb must be above 0, got {self.bucket_mb}")
+        _check(self.timeout_s > 0, f"timeout_s must be above 0, got {self.timeout_s}")
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Settings:
+        """The inverse of `dataclasses.asdict`."""
+        return cls(**{**values, "workload": WorkloadSettings(**values["workload"])})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Record:
+    """One hook, measured."""
+
+    hook: str
+    """The spec, or PLAIN."""
+    steps: int
+    """Training steps done."""
+    step_s: tuple[float, ...]
+    """Forward, backward, exchange and optimizer, a value for each timed step; the slowest rank counts."""
+    sent_bytes: float
+    """Payload per step and rank."""
+    sent_is_counted: bool
+    """Counted by the hook; if not, computed for a ring all-reduce."""
+    gradient_error: float
+    """|averaged - exact| / |exact| of the whole gradient (2-norms), exact being the float64 mean on the same batch."""
+    loss: float
+    """On held-out text after the last step, in nats per byte; the mean over the ranks."""
+    averages: bool
+    """Whether the hook averages at all; without, every rank trains for itself."""
+    identical: bool
+    """All ranks hold the same parameters at the end, bit for bit."""
+    verified: str
+    """What `Hook.verify()` says, or the promise it found broken; empty for PLAIN."""
+    kept_promises: bool
+    """Whether `Hook.verify()` passed."""
+    params: int
+    """Parameters of the model."""
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Record:
+        """The inverse of `as_dict`."""
+        return cls(**{**values, "step_s": tuple(values["step_s"])})
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {**asdict(self), "step_s": list(self.step_s)}
+
+    @property
+    def median_s(self) -> float:
+        """The step time to quote."""
+        return statistics.median(self.step_s)
+
+    @property
+    def quartiles_s(self) -> tuple[float, float]:
+        """Its spread: half of all steps took between these two."""
+        if len(self.step_s) < 2:
+            return self.step_s[0], self.step_s[0]
+        low, _, high = statistics.quantiles(self.step_s, n=4, method="inclusive")
+        return low, high
+
+    def wire_s(self, bits_per_s: float) -> float:
+        """The least time that the sent bytes need on a link of this speed. Computed, not measured."""
+        return self.sent_bytes * 8 / bits_per_s
+
+
+def _check(holds: bool, message: str) -> None:
+    if not holds:
+        raise SpecError(message)

@@ -1,0 +1,68 @@
+"""The command line: `gradwire <verb>`, one file a verb."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from gradwire.cli import demo
+from gradwire.errors import GradwireError, SpecError
+from gradwire.version import __version__
+
+VERBS = (demo,)
+EXAMPLES = """\
+examples:
+  gradwire demo                        every hook against plain DDP on 2 local processes, in about a minute
+  gradwire demo --hooks fp16 bf16      only these hooks
+  gradwire demo --help                 all options of a verb
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line. 0: done, 1: it failed, 2: it was not understood, 130: interrupted."""
+    try:
+        args = parser().parse_args(argv)
+        args.run(args)
+    except SystemExit as stop:  # argparse ends this way, after --help with 0
+        return int(stop.code or 0)
+    except SpecError as error:
+        return _fail(error, 2)
+    except GradwireError as error:
+        return _fail(error, 1)
+    except KeyboardInterrupt:
+        return _fail("interrupted", 130)
+    except BrokenPipeError:  # whoever read our output has gone; keep the interpreter from writing the rest
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """Every verb with its options."""
+    top = Parser(
+        prog="gradwire",
+        description="Average gradients across ranks with fewer bytes on the wire.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    top.add_argument("--version", action="version", version=f"gradwire {__version__}")
+    verbs = top.add_subparsers(title="verbs", metavar="<verb>", required=True)
+    for verb in VERBS:
+        verb.add(verbs)
+    return top
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with code 2."""
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def _fail(error: object, code: int) -> int:
+    print(f"gradwire: error: {error}" if code < 128 else f"gradwire: {error}", file=sys.stderr)
+    return code

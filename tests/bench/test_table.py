@@ -1,0 +1,144 @@
+import json
+from dataclasses import asdict, replace
+
+import pytest
+
+from gradwire.bench.demo import code, meaning, recommended, to_json, to_text
+from gradwire.bench.records import PLAIN, Record, Settings
+from gradwire.bench.table import table
+from gradwire.errors import SpecError
+
+
+def record(hook, ms, sent_mb, error=1e-4, loss=2.5, **changes):
+    made = Record(
+        hook=hook,
+        steps=80,
+        step_s=tuple(value / 1e3 for value in ms),
+        sent_bytes=sent_mb * 1e6,
+        sent_is_counted=hook != PLAIN,
+        gradient_error=error,
+        loss=loss,
+        averages=hook != "noop",
+        identical=hook != "noop",
+        verified="",
+        kept_promises=True,
+        params=2_500_000,
+    )
+    return replace(made, **changes)
+
+
+RECORDS = [
+    record(PLAIN, (98, 100, 102, 104), 10.0, error=2.8e-8),
+    record("noop", (80, 81, 80, 80), 0.0, error=0.97, loss=2.6),
+    record("fp16", (90, 91, 91, 92), 5.0, error=1.8e-4),
+    record("bf16", (90, 95, 96, 97), 5.0, error=1.4e-3),
+]
+TABLE = """\
+             step       step                sent    wire at
+           median  quartiles  speed-up  per step   1 Gbit/s  gradient  final
+hook           ms         ms  vs plain        MB  ms, calc.     error   loss
+---------  ------  ---------  --------  --------  ---------  --------  -----
+plain DDP   101.0     99-102     1.00x    ~10.00       80.0   2.8e-08  2.500
+noop *       80.0      80-80     1.26x      0.00        0.0   9.7e-01  2.600
+fp16         91.0      91-91     1.11x      5.00       40.0   1.8e-04  2.500
+bf16         95.5      94-96     1.06x      5.00       40.0   1.4e-03  2.500
+* upper limit, does not train together
+~ by the ring formula; the others are counted"""
+
+
+def test_the_table():
+    assert table(RECORDS) == TABLE
+    assert table(RECORDS, width=77) == TABLE
+
+
+def test_a_little_narrower_and_the_columns_move_together():
+    lines = table(RECORDS, width=70).splitlines()
+    assert max(map(len, lines)) <= 70
+    assert len(lines) == len(TABLE.splitlines())
+
+
+def test_too_narrow_for_rows_gives_paragraphs():
+    lines = table(RECORDS, width=50).splitlines()
+    assert max(map(len, lines)) <= 50
+    assert lines[:2] == ["plain DDP", "  step time, median, ms                 101.0"]
+    assert "  speed-up against plain DDP              1.11x" in lines
+
+
+def test_notes_stand_only_where_they_are_needed():
+    assert table(RECORDS[2:]).splitlines()[-1].startswith("bf16")
+
+
+def test_one_step_has_no_spread():
+    assert record("fp16", (50,), 1.0).quartiles_s == (0.05, 0.05)
+
+
+def test_records_and_settings_come_back_from_json():
+    assert [Record.from_dict(json.loads(json.dumps(made.as_dict()))) for made in RECORDS] == RECORDS
+    settings = Settings(steps=7, limit_s=3.0)
+    assert Settings.from_dict(json.loads(json.dumps(asdict(settings)))) == settings
+
+
+def test_the_least_bytes_are_recommended_and_of_equals_the_most_exact():
+    assert recommended(RECORDS).hook == "fp16"
+    assert code(RECORDS)[-1] == '    hook = gradwire.register(ddp_model, "fp16")'
+    tiny = record("tiny", (70, 70), 0.1)
+    assert recommended([*RECORDS, tiny]).hook == "tiny"
+    assert recommended([*RECORDS, replace(tiny, loss=3.0)]).hook == "fp16"
+    assert recommended([*RECORDS, replace(tiny, kept_promises=False)]).hook == "fp16"
+    assert recommended(RECORDS[:2]) is None
+
+
+def test_the_meaning_names_the_fastest_the_limit_the_link_and_the_replicas():
+    fastest, loopback, link, replicas = meaning(RECORDS)
+    assert fastest == "Fastest hook here: fp16, 1.11x the speed of plain DDP."
+    assert "1.26x, by sending nothing at all (noop)" in loopback
+    assert "80.0 ms under plain DDP and 40.0 ms under fp16" in link
+    assert "bit-identical parameters under plain DDP and every hook but noop" in replicas
+
+
+def test_an_unclear_difference_is_called_so():
+    unclear = [RECORDS[0], record("fp16", (80, 99, 99, 120), 5.0)]
+    assert "quartiles overlap" in meaning(unclear)[0]
+
+
+def test_broken_promises_and_different_replicas_are_not_hidden():
+    broken = replace(RECORDS[2], kept_promises=False, verified="error 9 is above the promised 1")
+    assert "fp16: error 9 is above" in meaning([RECORDS[0], broken])[-1]
+    assert "DIFFER under plain DDP" in meaning([replace(RECORDS[0], identical=False), RECORDS[2]])[-1]
+
+
+@pytest.mark.parametrize("width", [50, 80, None])
+def test_the_whole_text_fits_its_width(width):
+    text = to_text(RECORDS, Settings(), width)
+    assert max(map(len, text.splitlines())) <= (width or 100)
+    assert "2.5M parameters" in text
+    assert "80 steps under each hook" in " ".join(text.split())
+
+
+def test_a_run_cut_short_says_so():
+    assert "80 steps (200 were wanted, but the time was up)" in to_text(RECORDS, Settings(steps=200), None)
+
+
+def test_json_has_the_computed_values_too():
+    content = json.loads(to_json(RECORDS, Settings()))
+    fp16 = content["records"][2]
+    assert (fp16["hook"], fp16["sent_bytes"], fp16["wire_s_at_1_gbit_per_s"]) == ("fp16", 5e6, 0.04)
+    assert fp16["speed_up"] == pytest.approx(101 / 91)
+    assert content["settings"]["steps"] == Settings().steps
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"nproc": 0}, "nproc must be between 1 and 64, got 0"),
+        ({"steps": 0}, "steps must be at least 1, got 0"),
+        ({"round_steps": 0}, "round_steps must be at least 1"),
+        ({"seed": -1}, "seed must be between 0"),
+        ({"limit_s": 0.0}, "limit_s must be above 0"),
+        ({"bucket_mb": 0.0}, "bucket_mb must be above 0"),
+        ({"timeout_s": 0.0}, "timeout_s must be above 0"),
+    ],
+)
+def test_bad_settings_are_refused(settings, message):
+    with pytest.raises(SpecError, match=message):
+        Settings(**settings)

@@ -1,0 +1,52 @@
+"""One spawn per number of ranks for all the checks of a test run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gradwire.testing import RankFailed, spawn_ranks
+
+from .runner import run_checks
+
+SPAWN_TIMEOUT_S = 240.0
+
+Case = tuple[int, str, str]
+
+
+@pytest.fixture(scope="session")
+def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], None]:
+    """Fails with the tracebacks of the ranks where a case failed. The first case of a size runs all that were asked for."""
+    folder = tmp_path_factory.mktemp("ddp")
+    wanted = _wanted(request.session.items)
+    done: dict[int, dict[tuple[str, str], str]] = {}
+
+    def look_up(case: Case) -> None:
+        size, key, spec = case
+        if size not in done:
+            done[size] = _run(size, folder, wanted[size])
+        text = done[size][key, spec]
+        if text:
+            pytest.fail(text, pytrace=False)
+
+    return look_up
+
+
+def _wanted(items: list[pytest.Item]) -> dict[int, list[tuple[str, str]]]:
+    wanted: dict[int, list[tuple[str, str]]] = {}
+    for item in items:
+        case = getattr(item, "callspec", None) and item.callspec.params.get("ddp_case")
+        if case:
+            size, key, spec = case
+            wanted.setdefault(size, []).append((key, spec))
+    return wanted
+
+
+def _run(size: int, folder: Path, wanted: list[tuple[str, str]]) -> dict[tuple[str, str], str]:
+    try:
+        told = spawn_ranks(size, run_checks, str(folder), wanted, timeout_s=SPAWN_TIMEOUT_S)
+    except RankFailed as error:
+        return {pair: f"the ranks did not get through the checks:\n{error}" for pair in wanted}
+    return {pair: "\n".join(filter(None, (rank[pair] for rank in told))) for pair in wanted}
