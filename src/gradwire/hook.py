@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from gradwire import kernels
+from gradwire import checkpoint, kernels
 from gradwire.bucket import Bucket, Segment
 from gradwire.comm import Comm, gather_texts
-from gradwire.errors import ExchangeError, RegisterError, StateError
+from gradwire.errors import ExchangeError, RegisterError
 from gradwire.exchanges import Exact, Exchange, exchange
 from gradwire.feedback import Residuals
 from gradwire.runner import Job, Runner
@@ -22,7 +22,6 @@ from gradwire.verify import Verification, verify
 
 CHUNK_BYTES = 2 << 20
 """Bytes of gradient in a chunk, the unit that travels through the pipeline."""
-STATE_VERSION = 1
 
 
 class Hook:
@@ -145,14 +144,8 @@ class Hook:
         residuals = self._residuals.by_name()
         if merged:
             self._merge_(residuals)
-        return {
-            "version": STATE_VERSION,
-            "hook": str(self.exchange),
-            "step": self.steps,
-            "rank": -1 if merged else self.rank,
-            "size": self.size,
-            "residuals": residuals,
-        }
+        rank = checkpoint.MERGED if merged else self.rank
+        return checkpoint.pack(str(self.exchange), self.steps, rank, self.size, residuals)
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Go on from a checkpoint: this rank's own state, a merged one, or the list of all ranks' states.
@@ -160,8 +153,10 @@ class Hook:
         Only the sum of the residuals over the ranks matters, so on another number of ranks each starts from
         sum / ranks. Refused states leave the hook as it was.
         """
-        step, residuals = _residuals_for(self, [state] if isinstance(state, Mapping) else list(state))
-        self._check_shapes(residuals)
+        step, residuals = checkpoint.unpack(
+            [state] if isinstance(state, Mapping) else list(state), self.rank, self.size
+        )
+        checkpoint.check_shapes(residuals, self._params())
         self._residuals.load({name: value.to(self.device) for name, value in residuals.items()})
         self._meter.total_steps = step
 
@@ -199,13 +194,6 @@ class Hook:
         if self.size > 1 and values:
             self.run(job)
 
-    def _check_shapes(self, residuals: Mapping[str, Tensor]) -> None:
-        numels = {name: param.numel() * (2 if param.is_complex() else 1) for name, param in self._params()}
-        wrong = [name for name, value in residuals.items() if numels and numels.get(name) != value.numel()]
-        if wrong:
-            told = ", ".join(f"{name} ({residuals[name].numel()}, here {numels.get(name, 'none')})" for name in wrong)
-            raise StateError(f"the checkpoint is of another model; values by parameter: {told}")
-
     def _check_open(self) -> None:
         if self.closed:
             raise ExchangeError("this hook is closed; build DDP anew and register again to go on training")
@@ -227,32 +215,3 @@ def _done(flat: Tensor) -> Future[Tensor]:
     future: Future[Tensor] = Future() if flat.device.type == "cpu" else Future(devices=[flat.device])
     future.set_result(flat)
     return future
-
-
-def _residuals_for(hook: Hook, states: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, Tensor]]:
-    """The step and the residuals this rank starts from, by the rule for the states' and its own number of ranks."""
-    for state in states:
-        missing = {"version", "step", "rank", "size", "residuals"} - state.keys()
-        if missing or state["version"] != STATE_VERSION:
-            raise StateError(
-                f"not a state of gradwire.Hook version {STATE_VERSION} (missing: {sorted(missing) or 'none'}, "
-                f"version: {state.get('version')})"
-            )
-    step = int(states[0]["step"])
-    own = [state for state in states if state["rank"] == hook.rank and state["size"] == hook.size]
-    if own:
-        return step, dict(own[0]["residuals"])
-    if not any(state["residuals"] for state in states):
-        return step, {}
-    whole = len(states) == 1 and states[0]["rank"] == -1
-    if not whole and sorted(state["rank"] for state in states) != list(range(states[0]["size"])):
-        raise StateError(
-            f"state of rank {states[0]['rank']} of {states[0]['size']} given to rank {hook.rank} of {hook.size}: load each "
-            "rank's own state, the list of all ranks' states, or one made with state_dict(merged=True)"
-        )
-    names = sorted({name for state in states for name in state["residuals"]})
-    return step, {
-        name: torch.stack([state["residuals"][name] for state in states if name in state["residuals"]]).sum(0)
-        / hook.size
-        for name in names
-    }

@@ -29,9 +29,9 @@ def test_time_left_goes_by_what_was_done_since_the_first_report():
 def test_the_bar():
     assert (
         bar(0.25, "training fp16", 75, title="demo", width=60)
-        == "demo  ██████░░░░░░░░░░░░░░░░░░░  25%  1:15 left  training fp16"
+        == "demo  █████░░░░░░░░░░░░░░░░   25%  1:15 left  training fp16"
     )
-    assert bar(0.5, "x", None, title="demo", width=30, ascii_only=True) == "demo  #######-------  50%  x"
+    assert bar(0.5, "x", None, title="demo", width=30, ascii_only=True) == "demo  #######-------   50%  x"
 
 
 @pytest.mark.parametrize("width", range(5, 120))
@@ -78,5 +78,5 @@ def test_files_and_dumb_terminals_get_a_few_plain_lines(stream, monkeypatch):
             report(percent / 100, "training")
     lines = stream.getvalue().splitlines()
     assert lines[0] == "demo: 0%, training"
-    assert [line.split(",")[0] for line in lines] == [f"demo: {part}%" for part in (0, 20, 40, 60, 80, 100)]
+    assert [line.split(",")[0] for line in lines] == [f"demo: {part}%" for part in (0, 1, 20, 40, 60, 80, 100)]
     assert "\x1b" not in stream.getvalue()

@@ -3,7 +3,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from gradwire.bench.demo import code, meaning, recommended, to_json, to_text
+from gradwire.bench.demo import code, heading, meaning, recommended, to_json, to_text
 from gradwire.bench.records import PLAIN, Record, Settings
 from gradwire.bench.table import table
 from gradwire.errors import SpecError
@@ -38,7 +38,7 @@ TABLE = """\
            median  quartiles  speed-up  per step   1 Gbit/s  gradient  final
 hook           ms         ms  vs plain        MB  ms, calc.     error   loss
 ---------  ------  ---------  --------  --------  ---------  --------  -----
-plain DDP   101.0     99-102     1.00x    ~10.00       80.0   2.8e-08  2.500
+plain DDP   101.0    100-102     1.00x    ~10.00       80.0   2.8e-08  2.500
 noop *       80.0      80-80     1.26x      0.00        0.0   9.7e-01  2.600
 fp16         91.0      91-91     1.11x      5.00       40.0   1.8e-04  2.500
 bf16         95.5      94-96     1.06x      5.00       40.0   1.4e-03  2.500
@@ -61,7 +61,7 @@ def test_too_narrow_for_rows_gives_paragraphs():
     lines = table(RECORDS, width=50).splitlines()
     assert max(map(len, lines)) <= 50
     assert lines[:2] == ["plain DDP", "  step time, median, ms                 101.0"]
-    assert "  speed-up against plain DDP              1.11x" in lines
+    assert "  speed-up against plain DDP            1.11x" in lines
 
 
 def test_notes_stand_only_where_they_are_needed():
@@ -116,7 +116,7 @@ def test_the_whole_text_fits_its_width(width):
 
 
 def test_a_run_cut_short_says_so():
-    assert "80 steps (200 were wanted, but the time was up)" in to_text(RECORDS, Settings(steps=200), None)
+    assert "80 steps (of 200, as time was up)" in heading(RECORDS[0], Settings(steps=200))
 
 
 def test_json_has_the_computed_values_too():

@@ -7,7 +7,15 @@ from gradwire.bench.text import HELD_OUT_EVERY, even_windows, library_text, rand
 from gradwire.bench.workload import Workload, WorkloadSettings
 from gradwire.errors import GradwireError, SpecError
 
-SMALL = WorkloadSettings(layers=1, width=32, heads=2, context=32, batch=4, text_bytes=200_000, eval_windows=6)
+SMALL = WorkloadSettings(layers=1, width=32, heads=2, context=32, batch=4, text_bytes=2_000_000, eval_windows=6)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def workload(seed=0, rank=0, size=2, settings=SMALL):
@@ -96,7 +104,7 @@ def test_the_text_is_in_order_without_tests_and_held_out_by_file(tmp_path):
 
 
 def test_a_python_without_sources_says_so(tmp_path):
-    with pytest.raises(GradwireError, match="without its"):
+    with pytest.raises(GradwireError, match="found 0; raise text_bytes, or use a Python"):
         random_windows(library_text(1000, tmp_path).train, 1, 33, 0)
 
 

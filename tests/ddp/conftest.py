@@ -9,16 +9,16 @@ import pytest
 
 from gradwire.testing import RankFailed, spawn_ranks
 
-from .runner import run_checks
+from .runner import Case, run_checks
 
 SPAWN_TIMEOUT_S = 240.0
 
-Case = tuple[int, str, str]
+Outcome = Callable[[Case], None]
 
 
 @pytest.fixture(scope="session")
-def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], None]:
-    """Fails with the tracebacks of the ranks where a case failed. The first case of a size runs all that were asked for."""
+def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """Fails with the tracebacks of the ranks where a case failed. The first runs all of its size."""
     folder = tmp_path_factory.mktemp("ddp")
     wanted = _wanted(request.session.items)
     done: dict[int, dict[tuple[str, str], str]] = {}
@@ -48,5 +48,5 @@ def _run(size: int, folder: Path, wanted: list[tuple[str, str]]) -> dict[tuple[s
     try:
         told = spawn_ranks(size, run_checks, str(folder), wanted, timeout_s=SPAWN_TIMEOUT_S)
     except RankFailed as error:
-        return {pair: f"the ranks did not get through the checks:\n{error}" for pair in wanted}
+        return dict.fromkeys(wanted, f"the ranks did not get through the checks:\n{error}")
     return {pair: "\n".join(filter(None, (rank[pair] for rank in told))) for pair in wanted}

@@ -7,7 +7,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
 from . import models
-from .kit import AVERAGING, Ranks, check
+from .kit import ALL_SIZES, AVERAGING, Ranks, check
 from .models import batch, seeded
 from .trial import Trial, same_everywhere, train
 
@@ -24,7 +24,7 @@ def caps(ranks: Ranks, cap_mb: float, **ddp: object) -> Trial:
     return steps(ranks, Trial(ranks, seeded(models.Deep, 24, 80), bucket_cap_mb=cap_mb, **ddp), width=80)
 
 
-@check()
+@check(sizes=ALL_SIZES)
 def bucket_cap_25_mb(ranks: Ranks) -> None:
     trial = caps(ranks, 25)
     assert len(trial.hook.layouts) == 1
@@ -36,7 +36,7 @@ def bucket_cap_0_3_mb(ranks: Ranks) -> None:
     assert len(trial.hook.layouts) == 2
 
 
-@check()
+@check(sizes=ALL_SIZES)
 def dozens_of_buckets_in_flight(ranks: Ranks) -> None:
     trial = caps(ranks, 0.02)
     assert len(trial.hook.layouts) >= 24
@@ -45,7 +45,7 @@ def dozens_of_buckets_in_flight(ranks: Ranks) -> None:
 @check()
 def dozens_of_buckets_and_chunks(ranks: Ranks) -> None:
     trial = Trial(ranks, seeded(models.Deep, 12, 80), bucket_cap_mb=0.05, register={"chunk_bytes": 8192})
-    steps(ranks, trial, 2, width=80)
+    steps(ranks, trial, 3, width=80)
     assert len(trial.hook.layouts) >= 6
 
 
@@ -60,7 +60,7 @@ def buckets_are_recut_after_the_first_step(ranks: Ranks) -> None:
     assert trial.hook.stats().buckets >= 3
 
 
-@check()
+@check(sizes=ALL_SIZES)
 def unused_layer(ranks: Ranks) -> None:
     module = seeded(models.Picky, 4)
     module.use = (0, 1, 3)
@@ -69,7 +69,7 @@ def unused_layer(ranks: Ranks) -> None:
     assert trial.params[4].grad is None, "the unused layer has a gradient"
 
 
-@check()
+@check(sizes=ALL_SIZES)
 def layers_used_on_some_ranks_only(ranks: Ranks) -> None:
     module = seeded(models.Picky, 4)
     module.use = (0, 1 + ranks.rank % 2)
@@ -89,24 +89,22 @@ def find_unused_parameters_where_none_is_unused(ranks: Ranks) -> None:
     steps(ranks, Trial(ranks, seeded(models.Deep, 6), find_unused_parameters=True, bucket_cap_mb=0.002))
 
 
-@check(sizes=(2, 3))
+@check()
 def unused_layer_is_skipped(ranks: Ranks) -> None:
     """The last bucket never comes (its layer is the model's first), and the steps are counted all the same."""
     module = seeded(models.Picky, 4)
     module.use = (1, 2, 3)
-    trial = Trial(
-        ranks, module, find_unused_parameters=True, skip_all_reduce_unused_params=True, bucket_cap_mb=0.001
-    )
+    trial = Trial(ranks, module, find_unused_parameters=True, skip_all_reduce_unused_params=True, bucket_cap_mb=0.001)
     steps(ranks, trial, 5)
     assert trial.params[0].grad is None
 
 
-@check()
+@check(sizes=ALL_SIZES)
 def static_graph(ranks: Ranks) -> None:
     steps(ranks, Trial(ranks, seeded(models.Deep, 6), static_graph=True, bucket_cap_mb=0.002), 4)
 
 
-@check(sizes=(2, 3))
+@check()
 def static_graph_with_layers_run_twice(ranks: Ranks) -> None:
     steps(ranks, Trial(ranks, seeded(models.Reusing, 3), static_graph=True, bucket_cap_mb=0.002), 4)
 
@@ -123,21 +121,21 @@ def activation_checkpointing(ranks: Ranks) -> None:
     steps(ranks, Trial(ranks, seeded(Checkpointed, 3), static_graph=True, bucket_cap_mb=0.002))
 
 
-@check()
+@check(sizes=ALL_SIZES)
 def gradient_as_bucket_view(ranks: Ranks) -> None:
     trial = Trial(ranks, seeded(models.Deep, 6), gradient_as_bucket_view=True, bucket_cap_mb=0.002)
     steps(ranks, trial)
     assert all(param.grad._is_view() for param in trial.params), "gradients are no longer views of the buckets"
 
 
-@check(sizes=(2, 3))
+@check()
 def bucket_view_with_an_unused_layer(ranks: Ranks) -> None:
     module = seeded(models.Picky, 4)
     module.use = (0, 1, 3)
     steps(ranks, Trial(ranks, module, find_unused_parameters=True, gradient_as_bucket_view=True, bucket_cap_mb=0.002))
 
 
-@check()
+@check(sizes=ALL_SIZES)
 def accumulation_under_no_sync(ranks: Ranks) -> None:
     trial = Trial(ranks, seeded(models.Deep, 6), bucket_cap_mb=0.002)
     for step in range(3):
@@ -145,7 +143,7 @@ def accumulation_under_no_sync(ranks: Ranks) -> None:
     assert trial.hook.steps == 3
 
 
-@check(sizes=(2, 3))
+@check()
 def accumulation_in_bucket_views(ranks: Ranks) -> None:
     trial = Trial(ranks, seeded(models.Deep, 6), bucket_cap_mb=0.002, gradient_as_bucket_view=True)
     for step in range(3):
@@ -157,17 +155,17 @@ def batched_grad_copy(ranks: Ranks) -> None:
     steps(ranks, Trial(ranks, seeded(models.Deep, 6), batched_grad_copy=True, bucket_cap_mb=0.002))
 
 
-@check(sizes=(2, 3))
+@check()
 def bucket_caps_one_by_one(ranks: Ranks) -> None:
     steps(ranks, Trial(ranks, seeded(models.Deep, 6, 64), bucket_cap_mb_list=[0.02, 0.04, 0.1]), width=64)
 
 
-@check(sizes=(2, 3))
+@check()
 def tied_weights(ranks: Ranks) -> None:
     steps(ranks, Trial(ranks, seeded(models.Tied)))
 
 
-@check(sizes=(2, 3), specs=AVERAGING)
+@check(specs=AVERAGING)
 def buffers(ranks: Ranks) -> None:
     trial = steps(ranks, Trial(ranks, seeded(models.Normed)))
     trial.model(batch(0, 9))
@@ -202,7 +200,7 @@ def layer_frozen_after_registration(ranks: Ranks) -> None:
     steps(ranks, trial)
 
 
-@check(sizes=(2, 3))
+@check()
 def registration_after_some_steps(ranks: Ranks) -> None:
     module = seeded(models.Deep, 6)
     model = ranks.wrap(module, bucket_cap_mb=0.002)
@@ -210,7 +208,7 @@ def registration_after_some_steps(ranks: Ranks) -> None:
     steps(ranks, Trial(ranks, module, model=model))
 
 
-@check(sizes=(2, 3))
+@check()
 def ignored_parameters(ranks: Ranks) -> None:
     """DDP leaves them to their rank, and so does the hook."""
     module = seeded(models.Deep, 3)

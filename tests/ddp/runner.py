@@ -16,12 +16,22 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from . import modes  # noqa: F401  importing a family adds its checks
+from . import groups, modes, odd  # noqa: F401  importing a family adds its checks
 from .kit import CHECKS, GROUP_TIMEOUT_S, Check, Ranks
 
 
-def cases(family: str) -> list[tuple[int, str, str]]:
-    """(ranks, check, spec) for everything in a family."""
+Case = tuple[int, str, str]
+"""How many ranks, which check, which spec."""
+
+
+def name(case: Case) -> str:
+    """What a case is called in a test's name."""
+    size, key, spec = case
+    return f"{key.partition('.')[2]}-{size}-{spec}"
+
+
+def cases(family: str) -> list[Case]:
+    """Everything in a family."""
     return [
         (size, key, spec)
         for key, made in CHECKS.items()

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from .conftest import Case
-from .runner import cases
+from .conftest import Case, Outcome
+from .runner import cases, name
 
 pytestmark = pytest.mark.timeout(300)
 
 
-@pytest.mark.parametrize("ddp_case", cases("modes"), ids=lambda case: "-".join(map(str, case)))
-def test_mode(ddp_case: Case, outcome) -> None:
+@pytest.mark.parametrize("ddp_case", cases("modes"), ids=name)
+def test_mode(ddp_case: Case, outcome: Outcome) -> None:
+    outcome(ddp_case)
+
+
+@pytest.mark.parametrize("ddp_case", cases("groups"), ids=name)
+def test_who_takes_part(ddp_case: Case, outcome: Outcome) -> None:
     outcome(ddp_case)

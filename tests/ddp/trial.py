@@ -1,9 +1,8 @@
-"""A hooked model whose every step is compared with the mean that plain all-reduces in float64 give."""
+"""A hooked model whose every step is compared with the mean of the gathered local gradients, in float64."""
 
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -17,8 +16,6 @@ import gradwire
 from .kit import Ranks
 
 Grads = Sequence[Tensor | None]
-Vectors = dict[torch.dtype, Tensor]
-"""All values of the parameters of one type, as real float64 numbers in a row."""
 
 
 class Trial:
@@ -42,11 +39,16 @@ class Trial:
         self.hook = ranks.register(self.model, **(register or {}))
         self.optimizer = torch.optim.SGD(self.params, lr=lr)
         self.rms: dict[torch.dtype, float] = {}
-        self.sums: tuple[Vectors, Vectors] = ({}, {})
+        self.emitted: list[Tensor] = []
+        self.means: list[Tensor] = []
 
     @property
     def params(self) -> list[Tensor]:
         return [param for param in self.model.parameters() if param.requires_grad]
+
+    @property
+    def grads(self) -> Grads:
+        return [param.grad for param in self.params]
 
     def step(self, *batches: Any) -> None:
         """Accumulate over the batches without synchronising, all but the last, and compare the outcome."""
@@ -54,8 +56,6 @@ class Trial:
         self.backward(*batches)
         self.compare(local)
         self.optimizer.step()
-        if self.hook.exchange.lanes:
-            same_everywhere(self.params, self.group)
 
     def backward(self, *batches: Any) -> None:
         self.optimizer.zero_grad()
@@ -73,20 +73,30 @@ class Trial:
             loss(self.twin(batch)).backward()
         return [param.grad for param in self.twin.parameters() if param.requires_grad]
 
-    def grads(self) -> Grads:
-        return [param.grad for param in self.params]
-
     def compare(self, local: Grads) -> None:
-        """The model's gradients are what the exchange promises for these local ones."""
-        self._compare_none(local)
-        got, mine = vectors(self.params, self.grads()), vectors(self.params, local)
+        """The model's gradients are what the exchange promises for these local ones, and the same on all ranks."""
+        params, grads = self.params, self.grads
+        dtypes = sorted({param.dtype for param in params}, key=str)
+        used = torch.tensor([grad is not None for grad in local]).double()
+        parts = [used, *(vector(params, values, dtype) for dtype in dtypes for values in (grads, local))]
+        used_RP, *rows = gather(torch.cat(parts), self.group).split([part.numel() for part in parts], dim=1)
+        present = [grad is not None for grad in grads]
+        assert present == used_RP.any(0).tolist(), f"gradients present: {present}, used by rank: {used_RP.tolist()}"
+        for dtype, got_RN, local_RN in zip(dtypes, rows[::2], rows[1::2], strict=True):
+            self._compare_values(dtype, got_RN, local_RN)
+
+    def _compare_values(self, dtype: torch.dtype, got_RN: Tensor, local_RN: Tensor) -> None:
+        got, mean = got_RN[self.group.rank()], local_RN.mean(0)
         if not self.hook.exchange.lanes:
-            return assert_equal(got, mine)
-        for dtype, (mean, rms) in mean_and_rms(mine, self.group).items():
-            self.rms[dtype] = max(self.rms.get(dtype, 0.0), rms)
-            assert_near(got[dtype], mean, self._tolerance(dtype) * self.rms[dtype], f"{dtype} gradients")
-            for sums, value in zip(self.sums, (got[dtype], mean), strict=True):
-                sums[dtype] = sums.get(dtype, 0.0) + value
+            assert torch.equal(got, local_RN[self.group.rank()]), f"noop changed {dtype} gradients"
+            return
+        differ = (bits(got_RN) != bits(got_RN[0])).any(1).nonzero().flatten().tolist()
+        assert not differ, f"ranks {differ} hold other {dtype} gradients than rank 0"
+        rms = float(local_RN.square().sum(1).mean().sqrt())
+        self.rms[dtype] = max(self.rms.get(dtype, 0.0), rms)
+        assert_near(got, mean, self._tolerance(dtype) * self.rms[dtype], f"{dtype} gradients")
+        self.emitted.append(got)
+        self.means.append(mean)
 
     def _tolerance(self, dtype: torch.dtype) -> float:
         """With feedback a step emits its own mean, more what the last one lost, less what this one loses."""
@@ -94,63 +104,48 @@ class Trial:
         factor = 3 if exchange.takes_residual and self.hook.steps > 1 else 1
         return factor * (exchange.bound(size) + size * torch.finfo(dtype).eps)
 
-    def _compare_none(self, local: Grads) -> None:
-        """A gradient is None where no rank has one, like in DDP without a hook."""
-        used = torch.tensor([grad is not None for grad in local], dtype=torch.int32)
-        dist.all_reduce(used, group=self.group)
-        got = [grad is not None for grad in self.grads()]
-        assert got == [bool(count) for count in used], f"gradients present: {got}, used on ranks: {used.tolist()}"
-
 
 def loss(out: Tensor) -> Tensor:
-    return out.float().square().sum() if not out.is_complex() else out.abs().square().sum()
+    return out.abs().square().sum() if out.is_complex() else out.float().square().sum()
 
 
-def vectors(params: Sequence[Tensor], values: Grads) -> Vectors:
-    parts: dict[torch.dtype, list[Tensor]] = {}
-    for param, value in zip(params, values, strict=True):
-        parts.setdefault(param.dtype, []).append(_real64(torch.zeros_like(param) if value is None else value))
-    return {dtype: torch.cat(parts[dtype]) for dtype in sorted(parts, key=str)}
+def vector(params: Sequence[Tensor], values: Grads, dtype: torch.dtype) -> Tensor:
+    """The values of all parameters of a type in a row, as real float64 numbers; zero where there is no gradient."""
+    chosen = [
+        real(torch.zeros_like(param) if value is None else value)
+        for param, value in zip(params, values, strict=True)
+        if param.dtype == dtype
+    ]
+    return torch.cat([value.double().reshape(-1) for value in chosen])
 
 
-def mean_and_rms(mine: Vectors, group: dist.ProcessGroup) -> dict[torch.dtype, tuple[Tensor, float]]:
-    """The exact mean over the ranks, and the rms over the ranks of the norms, which bounds are relative to."""
-    return {dtype: _mean_and_rms(value, group) for dtype, value in mine.items()}
-
-
-def _mean_and_rms(value: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, float]:
-    packed = torch.cat([value, value.square().sum().reshape(1)])
-    dist.all_reduce(packed, group=group)
-    packed /= group.size()
-    return packed[:-1], math.sqrt(packed[-1])
-
-
-def _real64(tensor: Tensor) -> Tensor:
+def real(tensor: Tensor) -> Tensor:
     dense = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
-    return (torch.view_as_real(dense) if dense.is_complex() else dense).double().reshape(-1)
+    return torch.view_as_real(dense) if dense.is_complex() else dense
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.int64)
+
+
+def gather(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """(n,) on each rank -> (ranks, n)."""
+    rows = [torch.empty_like(values) for _ in range(group.size())]
+    dist.all_gather(rows, values.contiguous(), group=group)
+    return torch.stack(rows)
 
 
 def assert_near(got: Tensor, expected: Tensor, allowed: float, what: str) -> None:
     error = float((got - expected).norm())
-    assert error <= allowed, (
-        f"{what}: error {error:.3g}, allowed {allowed:.3g}\ngot      {got[:8].tolist()}\nexpected {expected[:8].tolist()}"
-    )
-
-
-def assert_equal(got: Vectors, expected: Vectors) -> None:
-    assert got.keys() == expected.keys()
-    for dtype, value in got.items():
-        assert torch.equal(value, expected[dtype]), f"{dtype}: {value[:8].tolist()} is not {expected[dtype][:8].tolist()}"
+    first = f"got      {got[:8].tolist()}\nexpected {expected[:8].tolist()}"
+    assert error <= allowed, f"{what}: error {error:.3g}, allowed {allowed:.3g}\n{first}"
 
 
 def same_everywhere(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
     """All ranks hold the same bits."""
-    values = [torch.view_as_real(t.detach()) if t.is_complex() else t.detach() for t in tensors]
-    bits = torch.cat([value.contiguous().reshape(-1).view(torch.uint8) for value in values])
-    root = bits.clone()
-    dist.broadcast(root, group_src=0, group=group)
-    differ = int((bits != root).sum())
-    assert differ == 0, f"{differ} of {bits.numel()} bytes differ from those of the group's rank 0"
+    rows = gather(torch.cat([real(tensor).double().reshape(-1) for tensor in tensors]), group)
+    differ = int((bits(rows) != bits(rows[0])).any(0).sum())
+    assert differ == 0, f"{differ} of {rows.shape[1]} values are not the same on all ranks"
 
 
 def train(model: nn.Module, batches: Iterable[Any], lr: float = 1e-3) -> None:

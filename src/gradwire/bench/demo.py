@@ -18,7 +18,7 @@ from gradwire.bench.records import PLAIN, Record, Settings
 from gradwire.bench.table import GBIT, label, ms, table
 from gradwire.version import __version__
 
-LIMIT_S = 40.0
+LIMIT_S = 35.0
 """Training time when nobody asks for a number of steps."""
 SAME_LOSS = 0.02
 """Final losses closer than this count as equal: another seed moves them by more."""
@@ -68,10 +68,10 @@ def _derived(record: Record, plain: Record) -> dict[str, Any]:
 
 def heading(record: Record, settings: Settings) -> str:
     """What was trained, where and how often."""
-    cut = f" ({settings.steps} were wanted, but the time was up)" if record.steps < settings.steps else ""
+    cut = f" (of {settings.steps}, as time was up)" if record.steps < settings.steps else ""
     return (
         f"A GPT of {record.params / 1e6:.1f}M parameters learns the text of Python's standard library: "
-        f"{_count(record.steps, 'step')}{cut} under each hook in turns of {settings.round_steps}, seed {settings.seed}. "
+        f"{_count(record.steps, 'step')}{cut} under each hook, {settings.round_steps} at a time, seed {settings.seed}. "
         f"{_count(settings.nproc, 'process')} with {_count(threads_each(settings.nproc), 'thread')} each on "
         f"{_count(cores(), 'core')}, gloo over loopback, torch {torch.__version__}."
     )

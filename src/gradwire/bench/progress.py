@@ -78,14 +78,15 @@ class Lines:
     def __init__(self, stream: TextIO, title: str) -> None:
         self._stream, self._title = stream, title
         self._estimate = Estimate()
-        self._next = 0.0
+        self._stage = -2
 
     def show(self, part: float, doing: str) -> None:
         """Write a line if enough has been done since the last one."""
         left_s = self._estimate.left_s(part, time.monotonic())
-        if part < self._next:
+        stage = int(part / LINE_EVERY + 1e-9) if part > 0 else -1  # the first sign of life is a stage too
+        if stage <= self._stage:
             return
-        self._next = max(part - part % LINE_EVERY, self._next) + LINE_EVERY
+        self._stage = stage
         left = f", about {left_s:.0f} s left" if left_s is not None and part < 1 else ""
         self._stream.write(f"{self._title}: {part:.0%}, {doing}{left}\n")
         self._stream.flush()

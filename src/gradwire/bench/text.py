@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,8 +40,7 @@ def library_text(max_bytes: int, folder: Path | None = None) -> Text:
         left -= len(source)
         if left <= 0:
             break
-    train, held_out = (torch.frombuffer(bytearray(b"".join(part) or b"\0"), dtype=torch.uint8) for part in parts)
-    return Text(train, held_out)
+    return Text(*(_tensor(b"".join(part)) for part in parts))
 
 
 def random_windows(source: Tensor, count: int, length: int, *seed: int) -> Tensor:
@@ -59,8 +59,15 @@ def even_windows(source: Tensor, count: int, length: int) -> Tensor:
 
 
 def _sources(root: Path) -> list[Path]:
-    names = (path.relative_to(root) for path in root.rglob("*.py"))
-    return [root / name for name in sorted(names, key=Path.as_posix) if not SKIPPED.intersection(name.parts)]
+    found = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = set(folders) - SKIPPED  # not walked into at all
+        found += [Path(folder, name) for name in files if name.endswith(".py")]
+    return sorted(found, key=lambda path: path.relative_to(root).as_posix())
+
+
+def _tensor(text: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
 
 
 def _windows(source: Tensor, starts: Tensor, length: int) -> Tensor:
@@ -71,7 +78,7 @@ def _check_length(source: Tensor, length: int) -> None:
     if source.numel() < length:
         raise GradwireError(
             f"the workload needs at least {length} bytes of the standard library's source, found {source.numel()}; "
-            "this Python was installed without its *.py files"
+            "raise text_bytes, or use a Python that was installed with its *.py files"
         )
 
 

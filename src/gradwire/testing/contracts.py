@@ -1,6 +1,6 @@
 """The laws that every codec and every exchange must keep, as checks that raise AssertionError.
 
-Each check takes the thing itself, so plug-in authors can run them over their own: `for check in CODEC_CHECKS: check(codec)`.
+Plug-in authors can run them over their own: `for check in CODEC_CHECKS: check(codec)`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,59 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`. Both set up .venv by themselves.
+
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: help setup demo test test-all smoke lint types bench soak docs clean
+
+help:
+	@echo "make demo      train a small GPT on 2 local ranks under every hook, and compare"
+	@echo "make test      lint, types and all tests"
+	@echo "make test-all  the same, and a short run of the shaped-network benchmark (needs root)"
+	@echo "make bench     the shaped-network benchmark (needs root, about 40 minutes)"
+	@echo "make soak      10,000 steps with 40 buckets in flight on 4 ranks"
+	@echo "make docs      build the documentation into site/"
+	@echo "make clean     remove everything that was built"
+
+setup: $(READY)
+
+# torch comes first and pinned: any other request would pull its GPU packages.
+$(READY): pyproject.toml requirements.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps -e .
+	touch $(READY)
+
+demo: setup
+	$(BIN)/gradwire demo
+
+test: lint types
+	$(BIN)/python -m pytest
+
+test-all: test smoke
+
+smoke: setup
+	command -v tc >/dev/null || (apt-get update -qq && apt-get install -y -qq iproute2)
+	$(BIN)/python benchmarks/shaped.py --ranks 2 --rates 1gbit --rounds 2 --seconds 0.5 --risky
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: setup
+	$(BIN)/mypy
+
+bench: setup
+	$(BIN)/python benchmarks/shaped.py --bucket-mb 4 --out .benchmarks/shaped.jsonl
+
+soak: setup
+	$(BIN)/python benchmarks/soak.py
+
+docs: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check mkdocs-material 'mkdocstrings[python]'
+	$(BIN)/python -m mkdocs build --strict
+
+clean:
+	rm -rf .venv site build dist .mypy_cache .ruff_cache .pytest_cache .benchmarks src/*.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

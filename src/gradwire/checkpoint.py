@@ -1,0 +1,70 @@
+"""Step 8, the saving part: what a hook's state looks like in a file, and who may load it.
+
+A state is a plain mapping of numbers, text and tensors. Residuals are kept by parameter name. Only their sum over the
+ranks matters, so a state loads on another number of ranks by the rule: each new rank starts from sum / new size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from gradwire.errors import StateError
+
+VERSION = 1
+MERGED = -1
+"""The `rank` of a state that holds the sum over all ranks."""
+
+
+def pack(hook: str, step: int, rank: int, size: int, residuals: dict[str, Tensor]) -> dict[str, Any]:
+    """The state of one rank, or of all (`rank` is MERGED)."""
+    return {"version": VERSION, "hook": hook, "step": step, "rank": rank, "size": size, "residuals": residuals}
+
+
+def unpack(states: Sequence[Mapping[str, Any]], rank: int, size: int) -> tuple[int, dict[str, Tensor]]:
+    """The step and the residuals that `rank` of `size` starts from."""
+    _check_form(states)
+    step = int(states[0]["step"])
+    for state in states:
+        if (state["rank"], state["size"]) == (rank, size):
+            return step, dict(state["residuals"])
+    kept = [state["residuals"] for state in states]
+    if not any(kept):
+        return step, {}
+    _check_whole(states, rank, size)
+    names = sorted({name for own in kept for name in own})
+    return step, {name: sum(own[name] for own in kept if name in own) / size for name in names}
+
+
+def check_shapes(residuals: Mapping[str, Tensor], params: Iterable[tuple[str, Tensor]]) -> None:
+    """Refuse the residuals of another model, by the names and sizes that differ."""
+    numels = {name: param.numel() * (2 if param.is_complex() else 1) for name, param in params}
+    wrong = [name for name, value in residuals.items() if numels and numels.get(name) != value.numel()]
+    if wrong:
+        told = ", ".join(f"{name} ({residuals[name].numel()}, here {numels.get(name, 'none')})" for name in wrong)
+        raise StateError(f"the checkpoint is of another model; values by parameter: {told}")
+
+
+def _check_form(states: Sequence[Mapping[str, Any]]) -> None:
+    if not states:
+        raise StateError("no state given: pass what Hook.state_dict() returned, or a list of such")
+    for state in states:
+        missing = {"version", "step", "rank", "size", "residuals"} - state.keys()
+        if missing or state["version"] != VERSION:
+            raise StateError(
+                f"not a state of gradwire.Hook version {VERSION} (missing: {', '.join(sorted(missing)) or 'nothing'}; "
+                f"version: {state.get('version')})"
+            )
+
+
+def _check_whole(states: Sequence[Mapping[str, Any]], rank: int, size: int) -> None:
+    """A sum needs all its parts: one merged state, or every rank's."""
+    first = states[0]
+    merged = len(states) == 1 and first["rank"] == MERGED
+    if not merged and sorted(state["rank"] for state in states) != list(range(first["size"])):
+        raise StateError(
+            f"state of rank {first['rank']} of {first['size']} given to rank {rank} of {size}: load each "
+            "rank's own state, the list of all ranks' states, or one made with state_dict(merged=True)"
+        )

@@ -1,0 +1,15 @@
+"""Gradients out of the ordinary, under DDP, for every hook."""
+
+from __future__ import annotations
+
+import pytest
+
+from .conftest import Case, Outcome
+from .runner import cases, name
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.mark.parametrize("ddp_case", cases("odd"), ids=name)
+def test_odd_gradient(ddp_case: Case, outcome: Outcome) -> None:
+    outcome(ddp_case)

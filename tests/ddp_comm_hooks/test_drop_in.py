@@ -1,0 +1,79 @@
+"""The drop-in: torch's names, signatures and reference behaviours, and the bugs of torch's that are not repeated."""
+
+import inspect
+
+import pytest
+import torch
+from torch.distributed.algorithms import ddp_comm_hooks as torchs
+
+from gradwire import ddp_comm_hooks as ours
+from gradwire.ddp_comm_hooks import DDPCommHookType, debugging_hooks, default_hooks, register_ddp_comm_hook
+from gradwire.testing import spawn_ranks
+
+from . import workers
+
+
+@pytest.mark.parametrize(
+    ("size", "names"),
+    [
+        (
+            2,
+            ["reference", "noop", "wrappers", "registers_wrappers_by_name", "is_last", "half_range", "private_helpers"],
+        ),
+        (2, ["shared_engine"]),
+        (3, ["reference", "noop", "private_helpers"]),
+        (4, ["sub_groups"]),
+    ],
+    ids=str,
+)
+def test_ranks(size, names):
+    assert spawn_ranks(size, workers.run, names) == [None] * size
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("size", [2, 3])
+def test_compiled_reducer(size):
+    assert spawn_ranks(size, workers.run, ["compiled_reducer"], timeout_s=150) == [None] * size
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "names"),
+    [
+        (default_hooks, torchs.default_hooks, torchs.default_hooks.__all__),
+        (debugging_hooks, torchs.debugging_hooks, torchs.debugging_hooks.__all__),
+        (ours, torchs, torchs.__all__),
+    ],
+    ids=["default_hooks", "debugging_hooks", "package"],
+)
+def test_same_names_and_parameters(mine, theirs, names):
+    for name in names:
+        assert name in mine.__all__
+        if inspect.isfunction(getattr(theirs, name)):
+            parameters = [list(inspect.signature(getattr(side, name)).parameters) for side in (mine, theirs)]
+            assert parameters[0] == parameters[1], name
+
+
+def test_submodules_under_torchs_short_names():
+    assert ours.default is default_hooks
+    assert ours.debugging is debugging_hooks
+
+
+@pytest.mark.parametrize("kind", DDPCommHookType, ids=lambda kind: kind.name)
+def test_members_are_torchs(kind):
+    assert kind.name in torchs.DDPCommHookType.__members__
+    assert callable(kind.value)
+
+
+def test_hooks_look_to_ddp_as_it_wants_them():
+    """DDP reads names and annotations: real classes, a parameter called bucket, no bf16 name that it refuses."""
+    for hook in (default_hooks.allreduce_hook, default_hooks.bf16_compress_hook, debugging_hooks.noop_hook):
+        parameters = inspect.signature(hook).parameters
+        assert parameters["bucket"].annotation is torch.distributed.GradBucket
+        assert inspect.signature(hook).return_annotation == torch.futures.Future[torch.Tensor]
+        assert hook.__name__ not in ("bf16_compress_hook", "bf16_compress_wrapper_hook")
+
+
+@pytest.mark.parametrize("wrong", ["FP16_COMPRESS", None, torchs.DDPCommHookType.ALLREDUCE])
+def test_wrong_type_lists_what_there_is(wrong):
+    with pytest.raises(TypeError, match=r"DDPCommHookType\.ALLREDUCE, .*DDPCommHookType\.NOOP"):
+        register_ddp_comm_hook(wrong, None)

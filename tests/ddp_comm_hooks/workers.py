@@ -1,0 +1,198 @@
+"""What the ranks of the drop-in tests run."""
+
+import copy
+import threading
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms import ddp_comm_hooks as torch_hooks
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from gradwire.ddp_comm_hooks import DDPCommHookType, _group, debugging_hooks, default_hooks, register_ddp_comm_hook
+
+HOOKS = {
+    "ALLREDUCE": (default_hooks.allreduce_hook, {"rtol": 1e-5, "atol": 0.0}),
+    "FP16_COMPRESS": (default_hooks.fp16_compress_hook, {"rtol": 1e-5, "atol": 1e-4}),
+    "BF16_COMPRESS": (default_hooks.bf16_compress_hook, {"rtol": 1e-2, "atol": 1e-3}),  # 8 significant bits
+}
+WRAPPERS = {
+    "fp16_compress_wrapper": (default_hooks.fp16_compress_wrapper, {"rtol": 1e-3, "atol": 1e-3}),
+    "bf16_compress_wrapper": (default_hooks.bf16_compress_wrapper, {"rtol": 2e-2, "atol": 1e-2}),
+}
+
+
+class Task(nn.Module):
+    """The small reference model of torch's own test: its forward depends on the rank."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.p = nn.Parameter(torch.randn(40, 20))
+
+    def forward(self, x, rank):
+        return self.p * (x ** (1 + rank))
+
+
+def gradient(model, rank):
+    out = model(torch.randn(40, 20, generator=torch.Generator().manual_seed(1)), rank)
+    out.mean().backward()
+    return model.module.p.grad.clone()
+
+
+def reference(rank, size):
+    """Every way of registering every hook gives plain DDP's gradient."""
+    plain = gradient(DDP(Task()), rank)
+    for name, (hook, tolerance) in HOOKS.items():
+        for group in (None, dist.group.WORLD):
+            direct = DDP(Task())
+            direct.register_comm_hook(group, hook)
+            by_type, by_value = DDP(Task()), DDP(Task())
+            made = register_ddp_comm_hook(DDPCommHookType[name], by_type, group)
+            DDPCommHookType[name].value(model=by_value, state=group)
+            for model in (direct, by_type, by_value):
+                torch.testing.assert_close(gradient(model, rank), plain, msg=lambda m, n=name: f"{n}: {m}", **tolerance)
+            assert made.verify().identical
+
+
+def noop(rank, size):
+    """noop keeps the local gradient; a manual all-reduce afterwards is plain DDP."""
+    plain = gradient(DDP(Task()), rank)
+    direct, by_type = DDP(Task()), DDP(Task())
+    direct.register_comm_hook(None, debugging_hooks.noop_hook)
+    register_ddp_comm_hook(DDPCommHookType.NOOP, by_type)
+    for model in (direct, by_type):
+        local = gradient(model, rank)
+        own = Task()
+        own(torch.randn(40, 20, generator=torch.Generator().manual_seed(1)), rank).mean().backward()
+        torch.testing.assert_close(local, own.p.grad, rtol=0, atol=0)
+        dist.all_reduce(local)
+        torch.testing.assert_close(local / size, plain, rtol=1e-5, atol=0)
+
+
+def wrappers(rank, size):
+    """A wrapper around our hook and around torch's gives a float32 gradient near plain DDP's (torch's 3.11)."""
+    plain = gradient(DDP(Task()), rank)
+    inners = [default_hooks.allreduce_hook, torch_hooks.default_hooks.allreduce_hook]
+    for wrap, tolerance in WRAPPERS.values():
+        for inner in inners:
+            model, seen = DDP(Task()), []
+            wrapped = wrap(inner)
+
+            def spying(state, bucket, wrapped=wrapped, seen=seen):
+                future = wrapped(state, bucket)
+                return future.then(
+                    lambda done: (seen.append((done.value().dtype, bucket.buffer().dtype)), done.value())[1]
+                )
+
+            model.register_comm_hook(None, spying)
+            torch.testing.assert_close(gradient(model, rank), plain, **tolerance)
+            assert seen == [(torch.float32, torch.float32)]
+
+
+def registers_wrappers_by_name(rank, size):
+    """DDP refuses hooks by torch's bf16 names off NCCL; ours carry others (torch's 3.35)."""
+    for wrap, _ in WRAPPERS.values():
+        DDP(Task()).register_comm_hook(None, wrap(default_hooks.allreduce_hook))
+    DDP(Task()).register_comm_hook(None, default_hooks.bf16_compress_hook)
+
+
+def is_last(rank, size):
+    """Over an 11-layer model, is_last comes exactly once a step, and last."""
+    model, seen = DDP(nn.Sequential(*[nn.Linear(600, 600, bias=False) for _ in range(11)]), bucket_cap_mb=1), []
+
+    def recording(state, bucket):
+        seen.append(bucket.is_last())
+        return default_hooks.allreduce_hook(state, bucket)
+
+    model.register_comm_hook(None, recording)
+    for step in range(3):
+        seen.clear()
+        model(torch.randn(2, 600)).sum().backward()
+        assert len(seen) == (11 if step else 1)  # DDP cuts its buckets after the first step
+        assert seen == [False] * (len(seen) - 1) + [True]
+
+
+def sub_groups(rank, size):
+    """`state=None` is the model's own group wherever the model is known (torch's 3.12)."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    own = groups[rank // 2]
+    for name in HOOKS:
+        model = DDP(nn.Linear(3, 1, bias=False), process_group=own)
+        register_ddp_comm_hook(DDPCommHookType[name], model)
+        model(torch.full((1, 3), float(rank))).sum().backward()
+        torch.testing.assert_close(model.module.weight.grad, torch.full((1, 3), 0.5 if rank < 2 else 2.5))
+    direct = DDP(nn.Linear(3, 1, bias=False), process_group=own)
+    direct.register_comm_hook(own, default_hooks.fp16_compress_hook)
+    direct(torch.full((1, 3), float(rank))).sum().backward()
+    torch.testing.assert_close(direct.module.weight.grad, torch.full((1, 3), 0.5 if rank < 2 else 2.5))
+
+
+def half_range(rank, size):
+    """1e5 and 2e-8 survive the fp16 hook (torch's 3.10)."""
+    for value in (1e5, 2e-8):
+        model = DDP(nn.Linear(3, 1, bias=False))
+        model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        model(torch.full((1, 3), value)).sum().backward()
+        torch.testing.assert_close(model.module.weight.grad, torch.full((1, 3), value), rtol=1e-3, atol=0)
+
+
+def private_helpers(rank, size):
+    """`_allreduce_fut` and `_compress_hook` are what torch's other modules build on."""
+    tensor = torch.full((2, 3), float(rank))
+    result = default_hooks._allreduce_fut(None, tensor).wait()
+    assert result is tensor
+    torch.testing.assert_close(tensor, torch.full((2, 3), (size - 1) / 2))
+    model = DDP(nn.Linear(3, 1, bias=False))
+    model.register_comm_hook(None, lambda state, bucket: default_hooks._compress_hook(torch.bfloat16, state, bucket))
+    model(torch.full((1, 3), float(rank))).sum().backward()
+    torch.testing.assert_close(model.module.weight.grad, torch.full((1, 3), (size - 1) / 2))
+
+
+def shared_engine(rank, size):
+    """All models of a process that use a hook on a group share one engine, so threads do not pile up."""
+    for _ in range(5):
+        model = DDP(Task())
+        model.register_comm_hook(None, default_hooks.allreduce_hook)
+        gradient(model, rank)
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith("gradwire-")]
+    assert len(threads) == 4 * sum(len(made) for made in _group._hooks.values())
+
+
+def compiled_reducer(rank, size):
+    """The form `hook(state, (grad, param))` of DDP's compiled reducer, traced and untraced (torch's 3.34)."""
+    import torch._dynamo
+
+    hooks = {"NOOP": debugging_hooks.noop_hook, **{name: hook for name, (hook, _) in HOOKS.items()}}
+    if size > 2:
+        hooks = {"FP16_COMPRESS": hooks["FP16_COMPRESS"]}  # the one with other collectives here than on 2 ranks
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        for name, hook in hooks.items():
+            torch._dynamo.reset()
+            torch.manual_seed(0)
+            net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+            wanted = copy.deepcopy(net)
+            model = DDP(net)
+            model.register_comm_hook(None, hook)
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))
+            with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
+                torch.compile(model, backend="aot_eager")(x).square().sum().backward()
+            wanted(x).square().sum().backward()
+            for got, param in zip(net.parameters(), wanted.parameters(), strict=True):
+                if name != "NOOP":
+                    dist.all_reduce(param.grad)
+                    param.grad /= size
+                torch.testing.assert_close(
+                    got.grad, param.grad, rtol=1e-2, atol=1e-2, msg=lambda m, n=name: f"{n}: {m}"
+                )
+    grad = torch.full((4,), float(rank))
+    for hook, _ in HOOKS.values():
+        values = grad.clone()
+        hook(None, (values, nn.Parameter(torch.zeros(4))))
+        torch.testing.assert_close(values, torch.full((4,), (size - 1) / 2))
+
+
+def run(rank, size, names):
+    for name in names:
+        globals()[name](rank, size)
+        dist.barrier()
