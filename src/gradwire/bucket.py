@@ -91,6 +91,8 @@ def make_bucket(grads: Sequence[Tensor], names: Sequence[str] | None = None, ind
     for grad in grads:
         if grad.dtype not in GRADIENT_DTYPES:
             raise TypeError(f"gradients must be of a floating or complex type, got {grad.dtype}")
+        if grad.dtype != grads[0].dtype:
+            raise TypeError(f"the gradients of a bucket are of one type, got {grads[0].dtype} and {grad.dtype}")
     names = names or [str(i) for i in range(len(grads))]
     flat = torch.cat([_real(_memory_order(grad)) for grad in grads])
     return Bucket(index, flat, segments_of(grads, names), is_last=True)

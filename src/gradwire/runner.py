@@ -10,6 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
@@ -134,7 +135,8 @@ class LaneRunner:
         if self._closed:
             raise ExchangeError("this hook is closed; build DDP anew and register again to go on training")
         if self._error is not None:
-            raise ExchangeError(f"this hook stopped at an earlier error: {self._error}") from self._error
+            told = f"{type(self._error).__name__}: {self._error}"
+            raise ExchangeError(f"this hook stopped at an earlier error: {told}") from self._error
 
     def _work(self) -> None:
         scratch = Scratch()
@@ -166,6 +168,7 @@ class LaneRunner:
 
     def _fail(self, error: BaseException) -> None:
         """The first error ends everything: every waiting backward gets it, and the other ranks' lanes close."""
+        _forget_frames(error)
         if self._error is None:
             self._error = error = self._explain(error)
             self.lanes.break_(error)
@@ -183,6 +186,13 @@ class LaneRunner:
         cause = ExchangeError(f"another rank failed, so rank {self.lanes.rank} stops too ({blame}) [{error}]")
         cause.__cause__ = error
         return cause
+
+
+def _forget_frames(error: BaseException) -> None:
+    """Let go of what the failed calls held: a collective in a traceback would keep its connections open."""
+    traceback.clear_frames(error.__traceback__)
+    if error.__context__ is not None:
+        _forget_frames(error.__context__)
 
 
 class StreamRunner:

@@ -28,10 +28,10 @@ def record(hook, ms, sent_mb, error=1e-4, loss=2.5, **changes):
 
 
 RECORDS = [
-    record(PLAIN, (98, 100, 102, 104), 10.0, error=2.8e-8),
-    record("noop", (80, 81, 80, 80), 0.0, error=0.97, loss=2.6),
-    record("fp16", (90, 91, 91, 92), 5.0, error=1.8e-4),
-    record("bf16", (90, 95, 96, 97), 5.0, error=1.4e-3),
+    record(PLAIN, (98, 100, 102, 104) * 2, 10.0, error=2.8e-8),
+    record("noop", (80, 81, 80, 80) * 2, 0.0, error=0.97, loss=2.6),
+    record("fp16", (90, 91, 91, 92) * 2, 5.0, error=1.8e-4),
+    record("bf16", (90, 95, 96, 97) * 2, 5.0, error=1.4e-3),
 ]
 TABLE = """\
              step       step                sent    wire at
@@ -91,14 +91,21 @@ def test_the_least_bytes_are_recommended_and_of_equals_the_most_exact():
 def test_the_meaning_names_the_fastest_the_limit_the_link_and_the_replicas():
     fastest, loopback, link, replicas = meaning(RECORDS)
     assert fastest == "Fastest hook here: fp16, 1.11x the speed of plain DDP."
-    assert "1.26x, by sending nothing at all (noop)" in loopback
+    assert "sending nothing at all (noop) runs at 1.26x" in loopback
     assert "80.0 ms under plain DDP and 40.0 ms under fp16" in link
     assert "bit-identical parameters under plain DDP and every hook but noop" in replicas
 
 
+def test_one_process_compares_nothing():
+    alone = [replace(made, sent_bytes=0.0) for made in RECORDS]
+    assert meaning(alone) == ["One process has nothing to exchange: take --nproc 2 or more to compare hooks."]
+    assert code(alone) == []
+
+
 def test_an_unclear_difference_is_called_so():
-    unclear = [RECORDS[0], record("fp16", (80, 99, 99, 120), 5.0)]
+    unclear = [RECORDS[0], record("fp16", (80, 99, 99, 120) * 2, 5.0)]
     assert "quartiles overlap" in meaning(unclear)[0]
+    assert "so few timed steps (2) say little" in meaning([RECORDS[0], record("fp16", (50, 50), 5.0)])[0]
 
 
 def test_broken_promises_and_different_replicas_are_not_hidden():

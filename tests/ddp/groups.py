@@ -19,7 +19,7 @@ from .trial import Trial, assert_near, loss, same_everywhere, vector
 
 
 def uneven(ranks: Ranks, *, divide_by_initial_world_size: bool) -> None:
-    """Rank r has r + 1 inputs. What the last rank gets is the sum of the live ranks' gradients over all or live ranks."""
+    """Rank r has r + 1 inputs. A rank gets the sum over the live ranks, divided by all ranks or by the live ones."""
     module = seeded(models.Deep, 6)
     twin = copy.deepcopy(module)
     model = ranks.wrap(module, bucket_cap_mb=0.002)

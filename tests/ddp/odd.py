@@ -157,9 +157,9 @@ class Strided(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.transposed = nn.Parameter(torch.randn(5, WIDTH).t())
-        self.gappy = nn.Parameter(torch.randn(5, 14)[:, ::2])
-        self.permuted = nn.Parameter(torch.randn(2, 7, 3).permute(1, 2, 0))
+        self.transposed = nn.Parameter(torch.randn(5, WIDTH).t() / 4)
+        self.gappy = nn.Parameter(torch.randn(5, 14)[:, ::2] / 2)
+        self.permuted = nn.Parameter(torch.randn(2, 7, 3).permute(1, 2, 0) / 4)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.einsum("bi,ij,jk,klm->bm", x, self.transposed, self.gappy, self.permuted)

@@ -18,3 +18,13 @@ def test_mode(ddp_case: Case, outcome: Outcome) -> None:
 @pytest.mark.parametrize("ddp_case", cases("groups"), ids=name)
 def test_who_takes_part(ddp_case: Case, outcome: Outcome) -> None:
     outcome(ddp_case)
+
+
+@pytest.mark.parametrize("ddp_case", cases("compiled"), ids=name)
+def test_compiled(ddp_case: Case, outcome: Outcome) -> None:
+    outcome(ddp_case)
+
+
+@pytest.mark.parametrize("ddp_case", cases("reference"), ids=name)
+def test_as_torch_tests_its_own(ddp_case: Case, outcome: Outcome) -> None:
+    outcome(ddp_case)

@@ -36,6 +36,7 @@ class Trial:
         self.group = group or ranks.group
         self.twin = copy.deepcopy(module)
         self.model = model or ranks.wrap(module, process_group=self.group, **ddp)
+        self.forward: Callable[..., Tensor] = self.model
         self.hook = ranks.register(self.model, **(register or {}))
         self.optimizer = torch.optim.SGD(self.params, lr=lr)
         self.rms: dict[torch.dtype, float] = {}
@@ -61,7 +62,7 @@ class Trial:
         self.optimizer.zero_grad()
         for number, batch in enumerate(batches, 1):
             with nullcontext() if number == len(batches) else self.model.no_sync():
-                loss(self.model(batch)).backward()
+                loss(self.forward(batch)).backward()
 
     def local(self, *batches: Any) -> Grads:
         """This rank's own gradients, worked out beside DDP."""

@@ -24,6 +24,8 @@ SAME_LOSS = 0.02
 """Final losses closer than this count as equal: another seed moves them by more."""
 SAME_BYTES = 1.02
 """And so do bytes sent within this factor."""
+FEW_STEPS = 8
+"""Fewer timed steps than this say nothing about speed."""
 PROSE_WIDTH = 100
 
 
@@ -68,10 +70,11 @@ def _derived(record: Record, plain: Record) -> dict[str, Any]:
 
 def heading(record: Record, settings: Settings) -> str:
     """What was trained, where and how often."""
+    turn = min(settings.round_steps, record.steps)
     cut = f" (of {settings.steps}, as time was up)" if record.steps < settings.steps else ""
     return (
         f"A GPT of {record.params / 1e6:.1f}M parameters learns the text of Python's standard library: "
-        f"{_count(record.steps, 'step')}{cut} under each hook, {settings.round_steps} at a time, seed {settings.seed}. "
+        f"{_count(record.steps, 'step')}{cut} under each hook, {turn} at a time, seed {settings.seed}. "
         f"{_count(settings.nproc, 'process')} with {_count(threads_each(settings.nproc), 'thread')} each on "
         f"{_count(cores(), 'core')}, gloo over loopback, torch {torch.__version__}."
     )
@@ -79,6 +82,8 @@ def heading(record: Record, settings: Settings) -> str:
 
 def meaning(records: Sequence[Record]) -> list[str]:
     """What the table says and what it does not."""
+    if not records[0].sent_bytes:
+        return ["One process has nothing to exchange: take --nproc 2 or more to compare hooks."]
     return [text for text in (_fastest(records), _loopback(records), _on_a_link(records), _replicas(records)) if text]
 
 
@@ -94,7 +99,7 @@ def recommended(records: Sequence[Record]) -> Record | None:
 def code(records: Sequence[Record]) -> list[str]:
     """The line to add to a program."""
     best = recommended(records)
-    if best is None:
+    if best is None or not records[0].sent_bytes:
         return []
     return [f"- To train with {best.hook}, one line:", "", f'    hook = gradwire.register(ddp_model, "{best.hook}")']
 
@@ -105,6 +110,8 @@ def _fastest(records: Sequence[Record]) -> str:
         return ""
     best = min(ours, key=lambda record: record.median_s)
     text = f"Fastest hook here: {best.hook}, {plain.median_s / best.median_s:.2f}x the speed of plain DDP"
+    if len(best.step_s) < FEW_STEPS:
+        return f"{text}; but so few timed steps ({len(best.step_s)}) say little."
     overlap = best.quartiles_s[1] >= plain.quartiles_s[0]
     return f"{text}; their quartiles overlap, so do not read much into it." if overlap else f"{text}."
 
@@ -114,13 +121,13 @@ def _loopback(records: Sequence[Record]) -> str:
     limit = next((record for record in records if not record.averages), None)
     if limit is None:
         return f"{text}."
-    most = f"{records[0].median_s / limit.median_s:.2f}x"
-    return f"{text}. The most there is to win is {most}, by sending nothing at all ({limit.hook})."
+    ratio = f"{records[0].median_s / limit.median_s:.2f}x"
+    return f"{text}: sending nothing at all ({limit.hook}) runs at {ratio} the speed of plain DDP."
 
 
 def _on_a_link(records: Sequence[Record]) -> str:
     plain, best = records[0], recommended(records)
-    if best is None or not plain.sent_bytes:
+    if best is None:
         return ""
     return (
         f"On a link of 1 Gbit/s the bytes of a step take {ms(plain.wire_s(GBIT))} ms under plain DDP and "

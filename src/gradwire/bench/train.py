@@ -30,6 +30,7 @@ Report = Callable[[float, str], None]
 
 def run(rank: int, size: int, job: Mapping[str, Any], report: Report) -> list[dict[str, Any]]:
     """Measure all hooks of `job` on this rank, all ranks together. Every rank returns the same records."""
+    report(0.0, "preparing the models")
     settings = Settings.from_dict(job["settings"])
     workload = Workload(settings.workload, seed=settings.seed, rank=rank, size=size)
     trainings = [Training(hook, workload, settings.bucket_mb) for hook in job["hooks"]]

@@ -35,7 +35,7 @@ class WorkloadSettings:
     """Steps over which the learning rate rises linearly."""
     text_bytes: int = 8_000_000
     """At most so much text is read."""
-    eval_windows: int = 128
+    eval_windows: int = 64
     """Windows of held-out text that the evaluation loss is taken over, on all ranks together."""
 
     def __post_init__(self) -> None:

@@ -1,0 +1,34 @@
+"""torch.compile around and inside DDP. It refuses bucket caps below DDP's first bucket, 1 MB."""
+
+from __future__ import annotations
+
+import torch
+
+from . import models
+from .kit import Ranks, check
+from .models import batch, seeded
+from .trial import Trial
+
+
+@check(sizes=(2,))
+def a_compiled_module_in_ddp(ranks: Ranks) -> None:
+    torch.compiler.reset()
+    module = seeded(models.Deep, 2, 512)
+    model = ranks.wrap(torch.compile(module, backend="eager"), bucket_cap_mb=1)
+    trial = Trial(ranks, module, model=model)
+    for step in range(3):
+        trial.step(batch(ranks.rank, step, 512))
+    assert trial.hook.verify().steps == 3
+    assert len(trial.hook.layouts) == 2
+
+
+@check(sizes=(2,))
+def ddp_compiled_as_a_whole(ranks: Ranks) -> None:
+    """torch cuts the graph at DDP's bucket borders."""
+    torch.compiler.reset()
+    trial = Trial(ranks, seeded(models.Deep, 2, 512), bucket_cap_mb=1)
+    trial.forward = torch.compile(trial.model, backend="aot_eager")
+    for step in range(3):
+        trial.step(batch(ranks.rank, step, 512))
+    assert trial.hook.verify().steps == 3
+    assert len(trial.hook.layouts) == 2

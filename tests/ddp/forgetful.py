@@ -1,0 +1,31 @@
+"""A program that never closes its hook. Run as `forgetful.py rank size store ending`."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import gradwire
+
+
+def main(rank: int, size: int, store: str, ending: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    model = DDP(torch.nn.Linear(64, 64))
+    hook = gradwire.register(model, "bf16:shots=two")
+    for _ in range(3):
+        model(torch.ones(2, 64)).sum().backward()
+    if ending == "destroy":
+        dist.destroy_process_group()
+    if ending == "raise":
+        raise SystemExit(5)
+    if ending == "in flight":  # backward has not waited for these
+        bucket = gradwire.make_bucket([torch.ones(1 << 20)])
+        hook.mean(bucket)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])

@@ -1,0 +1,35 @@
+"""What torch's own tests of its hooks ask for: gradients of a model whose forward depends on the rank."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .kit import AVERAGING, Ranks, check
+from .models import RankedTask, seeded
+from .trial import raised
+
+
+def gradient(ranks: Ranks, spec: str | None, **ddp: bool) -> Tensor:
+    model = ranks.wrap(seeded(RankedTask), **ddp)
+    if spec is not None:
+        ranks.register(model, spec)
+    rows = torch.randn(40, 20, generator=torch.Generator().manual_seed(2020))
+    model(rows, ranks.rank).mean().backward()
+    return model.module.p.grad
+
+
+@check(sizes=(2,), specs=AVERAGING)
+def as_close_as_torchs_tests_ask(ranks: Ranks) -> None:
+    """Gradients are about 1e-3 here, so an absolute 1e-4 has room for bf16's 8 bits too."""
+    for bucket_view in (False, True):
+        plain = gradient(ranks, None, gradient_as_bucket_view=bucket_view)
+        hooked = gradient(ranks, ranks.spec, gradient_as_bucket_view=bucket_view)
+        torch.testing.assert_close(hooked, plain, rtol=1e-5, atol=0 if ranks.spec == "exact" else 1e-4)
+
+
+@check(sizes=(2, 3), specs=("noop",))
+def noop_and_a_manual_all_reduce_are_plain_ddp(ranks: Ranks) -> None:
+    plain, local = gradient(ranks, None), gradient(ranks, "noop")
+    raised(AssertionError, lambda: torch.testing.assert_close(local, plain))
+    torch.testing.assert_close(ranks.sum_(local.clone()) / ranks.size, plain)

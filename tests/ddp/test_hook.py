@@ -1,0 +1,15 @@
+"""The Hook that register() returns, at work under DDP."""
+
+from __future__ import annotations
+
+import pytest
+
+from .conftest import Case, Outcome
+from .runner import cases, name
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.mark.parametrize("ddp_case", cases("api"), ids=name)
+def test_hook(ddp_case: Case, outcome: Outcome) -> None:
+    outcome(ddp_case)

@@ -1,0 +1,15 @@
+"""Hook state in checkpoints."""
+
+from __future__ import annotations
+
+import pytest
+
+from .conftest import Case, Outcome
+from .runner import cases, name
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.mark.parametrize("ddp_case", cases("state"), ids=name)
+def test_state(ddp_case: Case, outcome: Outcome) -> None:
+    outcome(ddp_case)
