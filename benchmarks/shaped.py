@@ -18,7 +18,6 @@ import tempfile
 import time
 from pathlib import Path
 
-import netns
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -26,6 +25,7 @@ from torch.distributed.algorithms import ddp_comm_hooks as torch_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
+import netns
 from gradwire.verify import fingerprint
 
 OURS = ("exact", "noop", "fp16", "bf16", "fp16:accumulate=wire", "bf16:accumulate=wire")

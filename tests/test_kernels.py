@@ -53,14 +53,19 @@ def test_bf16(alpha):
         torch.testing.assert_close(*outs, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("numel", [1, 2, 7, 8, 9, 1000])
-def test_absmax(numel):
-    sample = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
-    assert CPU.absmax(sample) == TORCH.absmax(sample) == sample.abs().max()
+@pytest.mark.parametrize("scale", [0.0, 1e-45, 1e-40, 1e-38, 1e-20, 1.0, 1.9999999, 2.0, 65504.0, 1e30, 3.4e38])
+@pytest.mark.parametrize("numel", [1, 8, 9, 1000])
+def test_half_scale(numel, scale):
+    sample = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).clamp(-1, 1) * 0.5
+    sample[numel // 2] = -1.0
+    sample *= scale
+    found = [float(way.half_scale(sample)) for way in (CPU, TORCH)]
+    assert found[0] == found[1]
+    if scale >= 1e-30:
+        assert 2**14 <= scale / found[0] < 2**15
     for bad in NON_FINITE:
         sample[numel // 2] = bad
-        assert not torch.isfinite(CPU.absmax(sample))
-        assert not torch.isfinite(TORCH.absmax(sample))
+        assert float(CPU.half_scale(sample)) == float(TORCH.half_scale(sample)) == 1.0
 
 
 def test_says_once_that_numba_is_missing(monkeypatch, caplog):
@@ -72,5 +77,5 @@ def test_says_once_that_numba_is_missing(monkeypatch, caplog):
         assert kernels.load() is None
         assert kernels.load() is None
     assert [record.getMessage().count("pip install 'gradwire[fast]'") for record in caplog.records] == [1]
-    assert float(kernels.absmax(torch.tensor([-3.0]))) == 3.0
+    assert float(kernels.half_scale(torch.tensor([-3.0]))) == 2.0**-13
     kernels.load.cache_clear()

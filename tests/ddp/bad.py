@@ -64,7 +64,7 @@ def wrong_value(ranks: Ranks) -> None:
 def no_spec_at_all(ranks: Ranks) -> None:
     for spec in ("", ":", ":accumulate=wire", "fp16:accumulate", "fp16:accumulate=", "fp16:shots=one,shots=two"):
         assert "spec" in refusal(ranks, spec), spec
-    for other in (None, 16, torch.float16, dict(name="fp16"), object()):
+    for other in (None, 16, torch.float16, {"name": "fp16"}, object()):
         assert type(other).__name__ in refusal(ranks, other)
 
 

@@ -19,7 +19,7 @@ def a_compiled_module_in_ddp(ranks: Ranks) -> None:
     for step in range(3):
         trial.step(batch(ranks.rank, step, 512))
     assert trial.hook.verify().steps == 3
-    assert len(trial.hook.layouts) == 2
+    assert len(trial.hook.layouts) >= 2
 
 
 @check(sizes=(2,))
@@ -31,4 +31,4 @@ def ddp_compiled_as_a_whole(ranks: Ranks) -> None:
     for step in range(3):
         trial.step(batch(ranks.rank, step, 512))
     assert trial.hook.verify().steps == 3
-    assert len(trial.hook.layouts) == 2
+    assert len(trial.hook.layouts) >= 2

@@ -198,4 +198,4 @@ def what_is_no_state(ranks: Ranks) -> None:
     good = hook.state_dict()
     cases: list[Any] = [{}, [], {**good, "version": 99}, {"residuals": {}}, [good, {}]]
     for state in cases:
-        assert "version" in refuses(hook, state)
+        assert "state" in refuses(hook, state)

@@ -37,7 +37,7 @@ class FP16:
     def encode(self, flat: Tensor, out: Tensor | None = None) -> Tensor:
         """Scale and round to nearest."""
         wire, numel = new_wire(self, flat, out), flat.numel()
-        scale = _power_of_two(kernels.absmax(flat)) if numel else torch.ones((), device=flat.device)
+        scale = kernels.half_scale(flat) if numel else torch.ones((), device=flat.device)
         _scale(wire).copy_(scale)
         kernels.to_fp16_(_halves(wire, numel), flat, scale.reciprocal())
         return wire
@@ -54,10 +54,3 @@ def _scale(wire: Tensor) -> Tensor:
 
 def _halves(wire: Tensor, numel: int) -> Tensor:
     return wire.narrow(0, 4, 2 * numel).view(torch.float16)
-
-
-def _power_of_two(largest: Tensor) -> Tensor:
-    """The power of two that brings the largest magnitude into [2**14, 2**15); 1 where a value is inf or NaN."""
-    exponent = torch.frexp(largest).exponent.clamp(-111, 128)
-    scale = torch.ldexp(torch.ones_like(largest), exponent - 15)
-    return torch.where(torch.isfinite(largest), scale, torch.ones_like(scale))

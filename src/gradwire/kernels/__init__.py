@@ -36,9 +36,12 @@ def load() -> ModuleType | None:
 _cpu: ModuleType | None = None
 
 
-def absmax(values: Tensor) -> Tensor:
-    """The largest magnitude, as a 0-dim float32 tensor; inf or NaN if there is one."""
-    return _pick(values).absmax(values)  # type: ignore[no-any-return]
+def half_scale(values: Tensor) -> Tensor:
+    """The power of two that brings the largest magnitude into [2**14, 2**15); 1 where a value is inf or NaN.
+
+    A 0-dim float32 tensor, at least 2**-126, so that it and its reciprocal are exact.
+    """
+    return _pick(values).half_scale(values)  # type: ignore[no-any-return]
 
 
 def to_fp16_(out: Tensor, values: Tensor, factor: Tensor) -> Tensor:

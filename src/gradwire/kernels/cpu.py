@@ -20,9 +20,9 @@ from torch import Tensor
 _jit = numba.njit(nogil=True, cache=True, error_model="numpy")
 
 
-def absmax(values: Tensor) -> Tensor:
+def half_scale(values: Tensor) -> Tensor:
     """See `gradwire.kernels`."""
-    return torch.tensor(_absmax(values.numpy()), dtype=torch.float32)
+    return torch.tensor(_half_scale(values.numpy()), dtype=torch.float32)
 
 
 def to_fp16_(out: Tensor, values: Tensor, factor: Tensor) -> Tensor:
@@ -71,12 +71,17 @@ float_to_half = _llvm(types.uint16, types.float32, lambda b, x: b.bitcast(b.fptr
 
 
 @_jit
-def _absmax(values: Any) -> Any:
+def _half_scale(values: Any) -> Any:
     largest = np.uint32(0)
     for i in range(values.size):
         magnitude = np.uint32(bits_of(values[i]) & np.uint32(0x7FFF_FFFF))
         largest = magnitude if magnitude > largest else largest
-    return float_of(largest)
+    if largest >= np.uint32(0x7F80_0000):
+        return np.float32(1.0)
+    if largest == np.uint32(0):
+        return np.float32(2.0**-15)
+    exponent = max(np.int32(largest >> np.uint32(23)) - np.int32(126), np.int32(-111))  # as frexp counts
+    return float_of(np.uint32(exponent - np.int32(15) + np.int32(127)) << np.uint32(23))
 
 
 @_jit
@@ -122,7 +127,7 @@ def _add_bf16(out: Any, patterns: Any, factor: Any) -> None:
 def _compile() -> None:
     """Run every kernel once, so that the compiler never runs in a training step."""
     values, halves = torch.ones(3), torch.empty(3, dtype=torch.float16)
-    factor = absmax(values)
+    factor = half_scale(values)
     for add in (False, True):
         from_fp16_(values, to_fp16_(halves, values, factor), factor, add)
         from_bf16_(values, to_bf16_(halves.view(torch.bfloat16), values), 1.0, add)

@@ -8,10 +8,13 @@ from torch import Tensor
 from gradwire.scratch import temp
 
 
-def absmax(values: Tensor) -> Tensor:
+def half_scale(values: Tensor) -> Tensor:
     """See `gradwire.kernels`."""
     low, high = torch.aminmax(values)
-    return torch.maximum(high, -low).float()
+    largest = torch.maximum(high, -low).float()
+    exponent = torch.frexp(largest).exponent.clamp(-111, 128)
+    scale = torch.ldexp(torch.ones_like(largest), exponent - 15)
+    return torch.where(torch.isfinite(largest), scale, torch.ones_like(scale))
 
 
 def to_fp16_(out: Tensor, values: Tensor, factor: Tensor) -> Tensor:
