@@ -48,7 +48,8 @@ def main() -> None:
     """Launch the cells, or be one rank of one."""
     args = parse_args()
     if args.rank is not None:
-        return run_rank(args)
+        run_rank(args)
+        return
     netns.check_usable()
     records = []
     for ranks in args.ranks:
@@ -102,7 +103,7 @@ def launch(names: list[str], hooks: list[str], args: argparse.Namespace, limit_s
                 process.kill()
                 process.wait()
         if any(process.returncode for process in processes):
-            text = next((text for text, process in zip(texts, processes) if process.returncode), "")
+            text = next((text for text, process in zip(texts, processes, strict=True) if process.returncode), "")
             codes = {process.returncode for process in processes} - {0}
             return [{"hook": hook, "failed": f"exit code {min(codes)}: {last_line(text)}"} for hook in hooks]
         return [json.loads(line) for line in Path(folder, "records.jsonl").read_text().splitlines()]
@@ -249,27 +250,31 @@ def sent_bytes() -> int:
 
 
 def print_cell(ranks: int, rate: str, bucket_mb: float, cell: list[dict]) -> None:
-    """A row a hook: median step time with spread, ratio to plain DDP and to torch's fp16, and to what is possible."""
+    """The cell as a table."""
     medians = {row["hook"]: statistics.median(row["step_ms"]) for row in cell if "step_ms" in row}
-    print(
-        f"\n{ranks} hosts, {rate}: {LAYERS} x Linear({WIDTH}, {WIDTH}), batch {BATCH}, buckets of {bucket_mb:g} MB; median of rounds, [min-max]"
-    )
-    print(
-        f"{'hook':<32}{'step ms':>9}  {'spread':<15}{'plain/':>7}{'fp16/':>7}{'x limit':>8}{'MB sent':>9}{'error':>10}  same bits"
-    )
+    print(f"\n{ranks} hosts, {rate}: {LAYERS} x Linear({WIDTH}, {WIDTH}), batch {BATCH}, buckets of {bucket_mb:g} MB")
+    print(HEADER)
     for row in cell:
-        if "failed" in row:
-            print(f"{row['hook']:<32}{row['failed']}")
-            continue
-        step = medians[row["hook"]]
-        spread = f"[{min(row['step_ms']):.0f}-{max(row['step_ms']):.0f}]"
-        wire_ms = 0.0 if rate == "none" else row["sent_mb"] * 8e9 / netns.bits_per_s(rate)
-        limit = step / max(medians.get("noop", step), wire_ms)
-        print(
-            f"{row['hook']:<32}{step:>9.1f}  {spread:<15}{ratio(medians, 'plain', step):>7}"
-            f"{ratio(medians, 'torch:FP16_COMPRESS', step):>7}{limit:>8.2f}{row['sent_mb']:>9.2f}{row['error']:>10.1e}  {row['identical']}"
-        )
+        print(f"{row['hook']:<24}{row['failed']}" if "failed" in row else line(row, medians, rate))
     sys.stdout.flush()
+
+
+HEADER = (
+    f"{'hook':<24}{'step ms':>8}  {'min-max':<11}{'vs plain':>9}{'vs fp16':>9}{'x limit':>9}{'MB sent':>9}{'error':>9}"
+    "  same bits"
+)
+"""Median step; times faster than plain DDP and than torch's fp16; multiple of max(noop step, wire time)."""
+
+
+def line(row: dict, medians: dict[str, float], rate: str) -> str:
+    """One hook of the table."""
+    step = medians[row["hook"]]
+    spread = f"{min(row['step_ms']):.0f}-{max(row['step_ms']):.0f}"
+    wire_ms = 0.0 if rate == "none" else row["sent_mb"] * 8e9 / netns.bits_per_s(rate)
+    limit = step / max(medians.get("noop", step), wire_ms)
+    faster = f"{ratio(medians, 'plain', step):>9}{ratio(medians, 'torch:FP16_COMPRESS', step):>9}"
+    moved = f"{row['sent_mb']:>9.2f}{row['error']:>9.1e}  {'yes' if row['identical'] else 'no'}"
+    return f"{row['hook']:<24}{step:>8.1f}  {spread:<11}{faster}{limit:>9.2f}{moved}"
 
 
 def ratio(medians: dict[str, float], base: str, step: float) -> str:

@@ -21,7 +21,7 @@ from gradwire.bucket import GRADIENT_DTYPES, Bucket, from_ddp, segments_of
 from gradwire.comm import Comm, Lanes, TracedComm
 from gradwire.errors import RegisterError, SpecError
 from gradwire.exchanges import Exchange, exchange
-from gradwire.hook import CHUNK_BYTES, Hook
+from gradwire.hook import Hook
 from gradwire.runner import THREADS, LaneRunner, Runner, StreamRunner
 
 log = logging.getLogger("gradwire")
@@ -33,12 +33,13 @@ _engines_made: "weakref.WeakKeyDictionary[Any, Iterable[int]]" = weakref.WeakKey
 
 
 def register(
-    model: DistributedDataParallel, spec: str | Exchange, *, chunk_bytes: int = CHUNK_BYTES, **options: object
+    model: DistributedDataParallel, spec: str | Exchange, *, chunk_bytes: int | None = None, **options: object
 ) -> Hook:
     """Average the gradients of a DDP model through `spec`. Call it once, on all ranks, before training.
 
     `spec` is text such as `"fp16"` or `"bf16:accumulate=wire"`, or an exchange object; `options` are those of the spec.
-    Errors come out here and not at the first step.
+    `chunk_bytes` of gradient travel at a time; leave it alone unless you measure. Errors come out here and not at the
+    first step.
     """
     return attach(model, exchange(spec, **options), chunk_bytes=chunk_bytes)
 
@@ -48,12 +49,12 @@ def attach(
     exchange: Exchange,
     *,
     group: dist.ProcessGroup | None = None,
-    chunk_bytes: int = CHUNK_BYTES,
+    chunk_bytes: int | None = None,
 ) -> Hook:
     """Give `model` a hook that averages over `group`, by default the model's own."""
     _check_model(model)
     _check_parameters(model)
-    if not isinstance(chunk_bytes, int) or chunk_bytes < 1024:
+    if chunk_bytes is not None and (not isinstance(chunk_bytes, int) or chunk_bytes < 1024):
         raise SpecError(f"chunk_bytes must be a whole number of at least 1024, got {chunk_bytes!r}")
     hook = make_hook(exchange, group or model.process_group, _device(model), chunk_bytes, _named_parameters(model))
     carried = _Carried(hook, model)
@@ -69,7 +70,7 @@ def make_hook(
     exchange: Exchange,
     group: dist.ProcessGroup,
     device: torch.device,
-    chunk_bytes: int = CHUNK_BYTES,
+    chunk_bytes: int | None = None,
     params: Callable[[], Iterable[tuple[str, Tensor]]] = tuple,
 ) -> Hook:
     """A hook over a process group, not tied to any model. All ranks of the group together."""

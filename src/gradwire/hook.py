@@ -20,8 +20,9 @@ from gradwire.runner import Job, Runner
 from gradwire.stats import Meter, Stats
 from gradwire.verify import Verification, verify
 
-CHUNK_BYTES = 2 << 20
-"""Bytes of gradient in a chunk, the unit that travels through the pipeline."""
+CHUNK_BYTES, CHUNK_RANKS = 1 << 20, 4
+"""Gradient in a chunk, the unit that travels through the pipeline: 1 MB a rank, up to 4 ranks. Smaller ones cost more
+wake-ups than they hide, larger ones leave the wire idle at both ends."""
 
 
 class Hook:
@@ -38,14 +39,14 @@ class Hook:
         rank: int,
         size: int,
         device: torch.device,
-        chunk_bytes: int = CHUNK_BYTES,
+        chunk_bytes: int | None = None,
         params: Callable[[], Iterable[tuple[str, Tensor]]] = tuple,
     ) -> None:
         self.exchange = exchange
         self.rank, self.size, self.device = rank, size, device
         self.runner = runner
         self.layouts: dict[int, tuple[Segment, ...]] = {}
-        self._chunk_bytes = chunk_bytes
+        self._chunk_bytes = chunk_bytes or CHUNK_BYTES * min(size, CHUNK_RANKS)
         self._params = params
         self._residuals = Residuals()
         self._meter = Meter()
@@ -176,13 +177,17 @@ class Hook:
         if self.size == 1:
             return
         kernels.load()
-        said: list[str] = []
         self.runner.open(1)
-        self.runner.run(lambda comm: said.extend(gather_texts(comm, str(new), self.device)))
-        if len(set(said)) > 1:
-            told = ", ".join(f"rank {rank} {text!r}" for rank, text in enumerate(said))
-            raise RegisterError(f"all ranks must ask for the same hook, got {told}")
+        self._agree("hook", str(new))
+        self._agree("chunk_bytes", str(self._chunk_bytes))
         self.runner.open(new.lanes)
+
+    def _agree(self, what: str, text: str) -> None:
+        said: list[str] = []
+        self.runner.run(lambda comm: said.extend(gather_texts(comm, text, self.device)))
+        if len(set(said)) > 1:
+            told = ", ".join(f"rank {rank} {other!r}" for rank, other in enumerate(said))
+            raise RegisterError(f"all ranks must ask for the same {what}, got {told}")
 
     def _merge_(self, residuals: dict[str, Tensor]) -> None:
         def job(comm: Comm) -> None:

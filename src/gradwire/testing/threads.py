@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import HashStore, Store
 from gradwire.bucket import Bucket, make_bucket
 from gradwire.comm import Lanes
 from gradwire.exchanges import Exchange, exchange
-from gradwire.hook import CHUNK_BYTES, Hook
+from gradwire.hook import Hook
 from gradwire.runner import THREADS, LaneRunner
 
 T = TypeVar("T")
@@ -39,7 +39,7 @@ class Rank:
         name = f"test/{next(self._made)}"
         return LaneRunner(Lanes(self.store, self.rank, self.size, timedelta(seconds=self.timeout_s), name), threads)
 
-    def hook(self, spec: str | Exchange, *, chunk_bytes: int = CHUNK_BYTES, threads: int = THREADS) -> Hook:
+    def hook(self, spec: str | Exchange, *, chunk_bytes: int | None = None, threads: int = THREADS) -> Hook:
         """A hook without a model, closed at the end of the test."""
         made = Hook(
             exchange(spec),
