@@ -13,7 +13,7 @@ from gradwire.exchanges import Coded, Exact, Exchange, Noop
 from gradwire.exchanges.two_shot import shard_numel
 
 from . import models
-from .kit import ALL_SIZES, AVERAGING, FEEDBACK, Ranks, check
+from .kit import ALL_SIZES, AVERAGING, FEEDBACK, UNEVEN, Ranks, check
 from .models import batch, seeded
 from .trial import Trial, assert_near, loss, raised, residuals, same_everywhere
 
@@ -89,7 +89,7 @@ def verify_without_the_ddp_module(ranks: Ranks) -> None:
     assert "model.module" in raised(VerifyError, hook.verify)
 
 
-@check(specs=AVERAGING)
+@check(sizes=UNEVEN, specs=AVERAGING)
 def verify_finds_a_parameter_changed_by_hand(ranks: Ranks) -> None:
     trial = steps(ranks, Trial(ranks, seeded(models.Deep, 3)))
     changed = trial.model.module.layers[1].bias
@@ -101,7 +101,7 @@ def verify_finds_a_parameter_changed_by_hand(ranks: Ranks) -> None:
     assert "1 parameter" in text
 
 
-@check()
+@check(sizes=UNEVEN)
 def switching_between_steps(ranks: Ranks) -> None:
     trial = Trial(ranks, seeded(models.Deep, 6), bucket_cap_mb=0.002, register={"spec": "exact"})
     steps(ranks, trial, 0, 2)
@@ -116,7 +116,7 @@ def switching_between_steps(ranks: Ranks) -> None:
         assert trial.hook.verify().steps == 6
 
 
-@check()
+@check(sizes=UNEVEN)
 def ranks_that_switch_to_different_hooks(ranks: Ranks) -> None:
     trial = steps(ranks, Trial(ranks, seeded(models.Deep, 3)))
     text = raised(RegisterError, lambda: trial.hook.switch("fp16" if ranks.rank == 0 else "exact"))
@@ -172,7 +172,7 @@ def engine_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("gradwire-")]
 
 
-@check()
+@check(specs=("exact", "bf16:shots=two"))
 def threads_end_with_the_model(ranks: Ranks) -> None:
     before = len(engine_threads())
     trial = steps(ranks, Trial(ranks, seeded(models.Deep, 3)))
@@ -187,7 +187,7 @@ def threads_end_with_the_model(ranks: Ranks) -> None:
     raise AssertionError(f"{before} threads before, now {engine_threads()}")
 
 
-@check()
+@check(sizes=UNEVEN)
 def is_last_comes_once_and_last(ranks: Ranks) -> None:
     """An 11-layer model, as in torch's own test."""
     trial = Trial(ranks, seeded(models.Deep, 11), bucket_cap_mb=0.001)

@@ -15,7 +15,7 @@ from gradwire import RegisterError, SpecError
 
 from . import models
 from .failures import Failing
-from .kit import Ranks, check
+from .kit import UNEVEN, Ranks, check
 from .models import batch, seeded
 from .trial import Trial, raised, train
 
@@ -115,7 +115,7 @@ def a_builtin_hook_is_there_already(ranks: Ranks) -> None:
     train(model, [batch(ranks.rank, 0)])
 
 
-@check(sizes=(2, 3), specs=ONE)
+@check(sizes=UNEVEN, specs=ONE)
 def ranks_that_ask_for_different_hooks(ranks: Ranks) -> None:
     asked = "fp16" if ranks.rank == 0 else "bf16:shots=two"
     text = refusal(ranks, asked, RegisterError)
@@ -123,7 +123,7 @@ def ranks_that_ask_for_different_hooks(ranks: Ranks) -> None:
     assert "rank 1 'bf16:shots=two'" in text
 
 
-@check(sizes=(2, 3), specs=ONE)
+@check(sizes=UNEVEN, specs=ONE)
 def ranks_that_ask_for_different_chunks(ranks: Ranks) -> None:
     """Other chunks are other collectives: without a word the ranks would wait for each other."""
     assert "chunk_bytes" in refusal(ranks, "fp16", RegisterError, chunk_bytes=1024 * (1 + ranks.rank))

@@ -13,7 +13,7 @@ from gradwire.comm import Comm
 from gradwire.exchanges import Exact
 
 from . import models
-from .kit import GROUP_TIMEOUT_S, Ranks, check
+from .kit import GROUP_TIMEOUT_S, UNEVEN, Ranks, check
 from .models import batch, seeded
 from .trial import raised, train
 
@@ -72,12 +72,12 @@ def an_exchange_that_raises_on_rank_1(ranks: Ranks) -> None:
     check_texts(ranks, run_into(ranks, Failing(1, at=3), steps=5), guilty=1)
 
 
-@check(sizes=(2, 3), specs=("exact",))
+@check(sizes=UNEVEN, specs=("exact",))
 def an_exchange_that_raises_on_rank_0_amid_other_buckets(ranks: Ranks) -> None:
     check_texts(ranks, run_into(ranks, Failing(0, at=5), steps=5, bucket_cap_mb=0.002), guilty=0)
 
 
-@check(sizes=(2, 3), specs=("exact",))
+@check(sizes=UNEVEN, specs=("exact",))
 def training_on_after_a_failure(ranks: Ranks) -> None:
     """The model is not lost: in a new DDP it goes on."""
     model = ranks.wrap(seeded(models.Deep, 3))

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from . import models
-from .kit import Ranks, check
+from .kit import UNEVEN, Ranks, check
 from .models import batch, seeded
 from .trial import Trial, assert_near, loss, same_everywhere, vector
 
@@ -67,7 +67,7 @@ def uneven_inputs_divided_by_live_ranks(ranks: Ranks) -> None:
     uneven(ranks, divide_by_initial_world_size=False)
 
 
-@check(specs=("exact",))
+@check(sizes=UNEVEN, specs=("exact",))
 def uneven_inputs_like_plain_ddp(ranks: Ranks) -> None:
     """One input on rank 0, two on the others; gradients are the rank's number + 1."""
     for initial in (True, False):
@@ -84,7 +84,7 @@ def uneven_inputs_like_plain_ddp(ranks: Ranks) -> None:
         assert told[0] == told[1], f"plain DDP {told[0]}, hooked {told[1]} (divide_by_initial_world_size={initial})"
 
 
-@check()
+@check(sizes=UNEVEN)
 def training_goes_on_after_uneven_inputs(ranks: Ranks) -> None:
     trial = Trial(ranks, seeded(models.Deep, 3))
     with Join([trial.model], divide_by_initial_world_size=False):
@@ -157,7 +157,7 @@ def two_models_in_turn(ranks: Ranks) -> None:
     assert (first.hook.steps, second.hook.steps) == (3, 3)
 
 
-@check()
+@check(sizes=UNEVEN)
 def two_models_in_one_backward(ranks: Ranks) -> None:
     """Buckets of both are in flight at the same time, in whatever order autograd takes them."""
     trials = [Trial(ranks, seeded(models.Deep, layers), bucket_cap_mb=0.002) for layers in (6, 4)]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from . import models
-from .kit import ALL_SIZES, AVERAGING, Ranks, check
+from .kit import ALL_SIZES, AVERAGING, UNEVEN, Ranks, check
 from .models import WIDTH, batch, seeded
 from .trial import Trial, loss
 
@@ -40,7 +40,7 @@ def bfloat16_parameters(ranks: Ranks) -> None:
     steps(ranks, seeded(Typed, torch.bfloat16), bucket_cap_mb=0.002)
 
 
-@check()
+@check(sizes=UNEVEN)
 def float64_parameters(ranks: Ranks) -> None:
     trial = steps(ranks, seeded(Typed, torch.float64), bucket_cap_mb=0.002)
     if ranks.spec == "exact":
@@ -87,7 +87,7 @@ def sparse_float64_gradient(ranks: Ranks) -> None:
     sparse(ranks, torch.float64)
 
 
-@check(specs=AVERAGING)
+@check(sizes=UNEVEN, specs=AVERAGING)
 def sparse_gradient_is_exact(ranks: Ranks) -> None:
     """A sparse gradient travels as it is, whatever the hook: no codec loses a row."""
     model = ranks.wrap(seeded(Embedded))
@@ -113,7 +113,7 @@ class Complex(nn.Module):
         return self.into(x).to(self.weight.dtype) @ self.weight + self.bias
 
 
-@check()
+@check(sizes=UNEVEN)
 def complex64_parameters(ranks: Ranks) -> None:
     steps(ranks, seeded(Complex))
 
@@ -123,7 +123,7 @@ def complex128_parameters(ranks: Ranks) -> None:
     steps(ranks, seeded(Complex, torch.complex128))
 
 
-@check()
+@check(sizes=UNEVEN)
 def complex_parameters_in_small_chunks(ranks: Ranks) -> None:
     steps(ranks, seeded(Complex), register={"chunk_bytes": 1024})
 
@@ -141,7 +141,7 @@ class Pictures(nn.Module):
         return self.net(x.repeat(1, 3 * 36 // WIDTH + 1)[:, : 3 * 36].reshape(-1, 3, 6, 6))
 
 
-@check()
+@check(sizes=UNEVEN)
 def channels_last(ranks: Ranks) -> None:
     trial = steps(ranks, seeded(Pictures))
     assert trial.params[0].stride() == (27, 1, 9, 3)
@@ -165,7 +165,7 @@ class Strided(nn.Module):
         return torch.einsum("bi,ij,jk,klm->bm", x, self.transposed, self.gappy, self.permuted)
 
 
-@check()
+@check(sizes=UNEVEN)
 def strided_parameters(ranks: Ranks) -> None:
     trial = steps(ranks, seeded(Strided))
     assert not trial.params[0].is_contiguous()
@@ -213,7 +213,7 @@ def one_value_in_all(ranks: Ranks) -> None:
     steps(ranks, seeded(Single))
 
 
-@check(specs=AVERAGING)
+@check(sizes=UNEVEN, specs=AVERAGING)
 def inf_and_nan_reach_every_rank(ranks: Ranks) -> None:
     """And leave no trace: the steps after it are as right as those before."""
     trial = Trial(ranks, seeded(models.Deep, 3), bucket_cap_mb=0.002)

@@ -14,7 +14,7 @@ from torch import Tensor
 from gradwire import Hook, StateError
 
 from . import models
-from .kit import ALL_SIZES, FEEDBACK, Ranks, check
+from .kit import ALL_SIZES, FEEDBACK, UNEVEN, Ranks, check
 from .models import batch, seeded
 from .trial import Trial, assert_near, raised, residuals
 
@@ -68,7 +68,7 @@ def resuming_without_the_state_is_not_exact(ranks: Ranks) -> None:
     assert not all(torch.equal(a, b) for a, b in zip(first.params, second.params, strict=True))
 
 
-@check(specs=FEEDBACK)
+@check(sizes=UNEVEN, specs=FEEDBACK)
 def resuming_onto_other_buckets(ranks: Ranks) -> None:
     """State belongs to parameters: the buckets of the new run may be cut in any way."""
     state = through_a_file(trained(ranks).hook.state_dict())
