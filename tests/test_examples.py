@@ -16,7 +16,7 @@ def test_example(example):
     text = example.read_text()
     assert text.count("\n") < 80
     command = re.search(r"^torchrun (.+)$", text, re.MULTILINE).group(1)
-    run = [sys.executable, "-m", "torch.distributed.run", "--master-port", "0", *command.split()]
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", *command.split()]
     done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert "replicas bit-identical" in done.stdout

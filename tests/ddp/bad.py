@@ -75,7 +75,7 @@ def options_beside_an_object(ranks: Ranks) -> None:
 
 @check(sizes=(1, 2), specs=ONE)
 def chunk_bytes(ranks: Ranks) -> None:
-    for wrong in (0, -1, 1023, 2.5e6, "2 MB", None, True):
+    for wrong in (0, -1, 1023, 2.5e6, "2 MB", True):
         text = refusal(ranks, "fp16", chunk_bytes=wrong)
         assert "chunk_bytes" in text
         assert repr(wrong) in text

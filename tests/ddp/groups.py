@@ -102,9 +102,9 @@ def two_sub_groups(ranks: Ranks) -> None:
     groups = [ranks.new_group(members) for members in ((0, 2), (1, 3))]
     trial = Trial(ranks, seeded(models.Deep, 6), group=groups[ranks.rank % 2], bucket_cap_mb=0.002)
     assert (trial.hook.rank, trial.hook.size) == (ranks.rank // 2, 2)
-    for step in range(3):
+    for step in range(2):
         trial.step(batch(ranks.rank, step))
-    assert trial.hook.verify().steps == 3
+    assert trial.hook.verify().steps == 2
 
 
 @check(sizes=(4,))
@@ -113,9 +113,9 @@ def one_sub_group_trains_alone(ranks: Ranks) -> None:
     groups = [ranks.new_group(members) for members in ((0, 1), (2, 3))]
     if ranks.rank < 2:
         trial = Trial(ranks, seeded(models.Deep, 6), group=groups[0], bucket_cap_mb=0.002)
-        for step in range(3):
+        for step in range(2):
             trial.step(batch(ranks.rank, step))
-        assert trial.hook.verify().steps == 3
+        assert trial.hook.verify().steps == 2
 
 
 @check(sizes=(4,))
@@ -124,7 +124,7 @@ def a_rank_in_two_groups(ranks: Ranks) -> None:
     pair, rest = ranks.new_group((0, 1)), ranks.new_group((1, 2, 3))
     members = [(pair, 0 <= ranks.rank <= 1), (rest, ranks.rank >= 1)]
     trials = [Trial(ranks, seeded(models.Deep, 3), group=group) for group, member in members if member]
-    for step in range(3):
+    for step in range(2):
         for trial in trials:
             trial.step(batch(ranks.rank, step))
 
@@ -151,10 +151,10 @@ def device_mesh(ranks: Ranks) -> None:
 def two_models_in_turn(ranks: Ranks) -> None:
     first = Trial(ranks, seeded(models.Deep, 6), bucket_cap_mb=0.002)
     second = Trial(ranks, seeded(models.Deep, 4), bucket_cap_mb=0.004)
-    for step in range(3):
+    for step in range(2):
         first.step(batch(ranks.rank, step))
         second.step(batch(ranks.rank, 10 + step))
-    assert (first.hook.steps, second.hook.steps) == (3, 3)
+    assert (first.hook.steps, second.hook.steps) == (2, 2)
 
 
 @check(sizes=UNEVEN)

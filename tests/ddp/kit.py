@@ -1,7 +1,7 @@
 """What the checks are made of: a registry of checks, the ranks they run on, and a model whose every step is compared.
 
 Starting a process costs seconds, a check milliseconds. So one set of processes per number of ranks runs all checks,
-each under a process group of its own, and sends back one text per check: empty, or a traceback.
+and sends back one text per check: empty, or a traceback.
 """
 
 from __future__ import annotations
@@ -66,6 +66,11 @@ class Ranks:
     def new_group(self, members: Sequence[int]) -> dist.ProcessGroup:
         """A sub-group. All ranks together, members or not."""
         return dist.new_group(list(members), timeout=timedelta(seconds=GROUP_TIMEOUT_S))
+
+    def close(self) -> None:
+        """What a check made and did not close."""
+        while self.hooks:
+            self.hooks.pop().close()
 
     def sum_(self, tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
         dist.all_reduce(tensor, group=group or self.group)

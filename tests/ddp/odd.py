@@ -11,7 +11,7 @@ from .models import WIDTH, batch, seeded
 from .trial import Trial, loss
 
 
-def steps(ranks: Ranks, module: nn.Module, count: int = 3, **options: object) -> Trial:
+def steps(ranks: Ranks, module: nn.Module, count: int = 2, **options: object) -> Trial:
     trial = Trial(ranks, module, **options)
     for step in range(count):
         trial.step(batch(ranks.rank, step))
@@ -30,12 +30,12 @@ class Typed(models.Deep):
         return super().forward(x.to(self.dtype))
 
 
-@check(sizes=ALL_SIZES)
+@check(sizes=UNEVEN)
 def float16_parameters(ranks: Ranks) -> None:
     steps(ranks, seeded(Typed, torch.float16), bucket_cap_mb=0.002)
 
 
-@check(sizes=ALL_SIZES)
+@check(sizes=UNEVEN)
 def bfloat16_parameters(ranks: Ranks) -> None:
     steps(ranks, seeded(Typed, torch.bfloat16), bucket_cap_mb=0.002)
 
@@ -47,7 +47,7 @@ def float64_parameters(ranks: Ranks) -> None:
         torch.testing.assert_close(trial.emitted[-1], trial.means[-1], rtol=1e-13, atol=1e-13)
 
 
-@check(sizes=(2, 3, 4))
+@check(sizes=UNEVEN)
 def parameters_of_four_types(ranks: Ranks) -> None:
     trial = steps(ranks, seeded(models.MixedTypes))
     assert len(trial.hook.layouts) == 4
@@ -72,7 +72,7 @@ def rows(rank: int, step: int) -> Tensor:
 
 def sparse(ranks: Ranks, dtype: torch.dtype) -> None:
     trial = Trial(ranks, seeded(Embedded, dtype))
-    for step in range(3):
+    for step in range(2):
         trial.step(rows(ranks.rank, step))
         assert trial.params[0].grad.is_sparse
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
-import time
 import traceback
 import warnings
 from collections.abc import Sequence
@@ -45,16 +42,14 @@ def run_checks(rank: int, size: int, folder: str, wanted: Sequence[tuple[str, st
     """What one rank makes of all the checks: {(check, spec): "" or a traceback}."""
     warnings.filterwarnings("error", module=r"gradwire\b")
     store = world_on_a_socket(rank, size)
-    outcomes = {}
+    outcomes, group = {}, None
     for number, (key, spec) in enumerate(sorted(wanted, key=_last_things_last)):
-        group = dist.new_group(timeout=timedelta(seconds=GROUP_TIMEOUT_S)) if dist.is_initialized() else None
+        group = group or dist.new_group(timeout=timedelta(seconds=GROUP_TIMEOUT_S))
         ranks = Ranks(rank, size, spec, group, Path(folder))
-        began = time.perf_counter()
         outcomes[key, spec] = _outcome(CHECKS[key], ranks)
-        if "GRADWIRE_TEST_TIMES" in os.environ and rank == 0:
-            print(f"{time.perf_counter() - began:7.3f} s  {size} {key} {spec}", file=sys.stderr)
-        _wait_for_all(store, f"checked/{number}", size)
-        _clean_up(ranks)
+        ranks.close()
+        if _any_failed(store, f"checked/{number}", size, bool(outcomes[key, spec])):
+            group = None  # somebody closed it
     return outcomes
 
 
@@ -63,7 +58,7 @@ def _last_things_last(pair: tuple[str, str]) -> bool:
 
 
 def world_on_a_socket(rank: int, size: int) -> dist.Store:
-    """The world again, over a store on a socket: one on a file polls, which is slow for a new group a check."""
+    """The world again, over a store on a socket: one on a file polls, which is slow where many groups are made."""
     found = c10d._get_default_store()
     if rank == 0:
         store = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
@@ -80,22 +75,15 @@ def _outcome(made: Check, ranks: Ranks) -> str:
         made.run(ranks)
         return ""
     except Exception:
-        _clean_up(ranks)  # at once: the others must not wait for a rank that gave up
+        with suppress(Exception):  # the others must not wait for a rank that gave up
+            ranks.group._get_backend(torch.device("cpu")).shutdown()
         return f"rank {ranks.rank} of {ranks.size}:\n{traceback.format_exc()}"
 
 
-def _clean_up(ranks: Ranks) -> None:
-    if ranks.group is not None and dist.is_initialized():
-        with suppress(Exception):
-            ranks.group._get_backend(torch.device("cpu")).shutdown()
-            dist.destroy_process_group(ranks.group)
-    ranks.group = None
-    while ranks.hooks:
-        ranks.hooks.pop().close()
-
-
-def _wait_for_all(store: dist.Store, key: str, size: int) -> None:
-    """A barrier that needs no process group, for these may be broken."""
+def _any_failed(store: dist.Store, key: str, size: int, failed: bool) -> bool:
+    """Wait for all ranks, without a process group, for these may be broken; whether one of them failed."""
+    store.add(f"{key}/failed", int(failed))
     if store.add(key, 1) == size:
         store.set(f"{key}/all", "")
     store.wait([f"{key}/all"], timedelta(seconds=20 * GROUP_TIMEOUT_S))
+    return store.add(f"{key}/failed", 0) > 0
