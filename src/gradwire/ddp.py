@@ -200,8 +200,11 @@ def _check_model(model: object) -> None:
 
 
 def _check_parameters(model: DistributedDataParallel) -> None:
-    for name, param in _named_parameters(model)():
-        if param.requires_grad and param.dtype not in GRADIENT_DTYPES:
+    params = _named_parameters(model)()
+    if not params:
+        raise RegisterError("no parameter of the model requires a gradient: there is nothing to average")
+    for name, param in params:
+        if param.dtype not in GRADIENT_DTYPES:
             allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in GRADIENT_DTYPES)
             raise RegisterError(f"parameter {name!r} is {param.dtype}; gradients can be averaged in {allowed}")
     device = _device(model)
