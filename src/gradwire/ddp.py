@@ -102,7 +102,7 @@ class _Carried:
         self.hook = hook
         self.group = model.process_group
         self._model = weakref.ref(model)
-        self._names = {param: name for name, param in _named_parameters(model)()}
+        self._names = {param: name for name, param in model.module.named_parameters()}
         self._live = True
         self._scale: Callable[[], float] | None = None
         self._watch_join(model)
@@ -218,12 +218,12 @@ def _check_parameters(model: DistributedDataParallel) -> None:
 
 
 def _named_parameters(model: DistributedDataParallel) -> Callable[[], list[tuple[str, Tensor]]]:
-    """The trained parameters by name, without keeping the model alive."""
-    module = weakref.ref(model.module)
+    """The parameters that DDP averages, by name, without keeping the model alive."""
+    module, ignored = weakref.ref(model.module), set(model.parameters_to_ignore)
 
     def params() -> list[tuple[str, Tensor]]:
-        alive = module()
-        return [] if alive is None else [(n, p) for n, p in alive.named_parameters() if p.requires_grad]
+        named = [] if (alive := module()) is None else alive.named_parameters()
+        return [(name, param) for name, param in named if param.requires_grad and name not in ignored]
 
     return params
 

@@ -66,7 +66,7 @@ class Hook:
         All ranks must call this for the same buckets in the same order. `scale` gives a last factor, the same on all
         ranks, when the exchange is done.
         """
-        if self.size == 1 or self.exchange.lanes == 0:
+        if self.size == 1 or self.exchange.lanes == 0 or bucket.flat.numel() == 0:
             self._check_open()
             return _done(bucket.flat)
         return self.runner.submit(self._jobs(bucket, scale), bucket.flat, self._meter.add)

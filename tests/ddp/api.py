@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 
 import torch
 
@@ -168,23 +167,22 @@ def closing(ranks: Ranks) -> None:
     trial.hook.close()
 
 
-def engine_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("gradwire-")]
+def engine_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("gradwire-")}
 
 
 @check(specs=("exact", "bf16:shots=two"))
 def threads_end_with_the_model(ranks: Ranks) -> None:
-    before = len(engine_threads())
+    before = engine_threads()
     trial = steps(ranks, Trial(ranks, seeded(models.Deep, 3)))
-    assert len(engine_threads()) > before
+    started = engine_threads() - before
+    assert started
     ranks.hooks.clear()
     del trial
     gc.collect()
-    for _ in range(100):  # a thread that has been told to end still has to run to its end
-        if len(engine_threads()) == before:
-            return
-        time.sleep(0.01)
-    raise AssertionError(f"{before} threads before, now {engine_threads()}")
+    for thread in started:
+        thread.join(10)
+    assert not started & engine_threads(), "threads outlive their model"
 
 
 @check(sizes=UNEVEN)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import torch
 
+from gradwire.exchanges import EXCHANGES
+
 from . import models
 from .kit import Ranks, check
 from .models import batch, seeded
 from .trial import Trial
 
 
-@check(sizes=(2,))
+@check(specs=EXCHANGES)
 def a_compiled_module_in_ddp(ranks: Ranks) -> None:
     torch.compiler.reset()
     module = seeded(models.Deep, 2, 512)
@@ -22,7 +24,7 @@ def a_compiled_module_in_ddp(ranks: Ranks) -> None:
     assert len(trial.hook.layouts) >= 2
 
 
-@check(sizes=(2,))
+@check(specs=EXCHANGES)
 def ddp_compiled_as_a_whole(ranks: Ranks) -> None:
     """torch cuts the graph at DDP's bucket borders."""
     torch.compiler.reset()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 import warnings
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -43,13 +44,15 @@ def run_checks(rank: int, size: int, folder: str, wanted: Sequence[tuple[str, st
     warnings.filterwarnings("error", module=r"gradwire\b")
     store = world_on_a_socket(rank, size)
     outcomes, group = {}, None
+    closer = ThreadPoolExecutor(1)  # closing a connection is mostly waiting: let it happen beside the next check
     for number, (key, spec) in enumerate(sorted(wanted, key=_last_things_last)):
         group = group or dist.new_group(timeout=timedelta(seconds=GROUP_TIMEOUT_S))
         ranks = Ranks(rank, size, spec, group, Path(folder))
         outcomes[key, spec] = _outcome(CHECKS[key], ranks)
-        ranks.close()
+        closing = closer.submit(ranks.close)
         if _any_failed(store, f"checked/{number}", size, bool(outcomes[key, spec])):
             group = None  # somebody closed it
+    closing.result()
     return outcomes
 
 
