@@ -73,6 +73,9 @@ class Broken:
 
     lanes, takes_residual, align = 2, False, 1
 
+    def chunk_bytes(self, size):
+        return 1 << 20
+
     def bound(self, size):
         return 1.0
 

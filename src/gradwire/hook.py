@@ -20,10 +20,6 @@ from gradwire.runner import Job, Runner
 from gradwire.stats import Meter, Stats
 from gradwire.verify import Verification, verify
 
-CHUNK_BYTES, CHUNK_RANKS = 1 << 20, 4
-"""Gradient in a chunk, the unit that travels through the pipeline: 1 MB a rank, up to 4 ranks. Smaller ones cost more
-wake-ups than they hide, larger ones leave the wire idle at both ends."""
-
 
 class Hook:
     """What `gradwire.register` returns. Averages buckets over the ranks of one group.
@@ -46,7 +42,7 @@ class Hook:
         self.rank, self.size, self.device = rank, size, device
         self.runner = runner
         self.layouts: dict[int, tuple[Segment, ...]] = {}
-        self._chunk_bytes = chunk_bytes or CHUNK_BYTES * min(size, CHUNK_RANKS)
+        self._chunk_bytes = chunk_bytes
         self._params = params
         self._residuals = Residuals()
         self._meter = Meter()
@@ -101,7 +97,8 @@ class Hook:
     def chunk_numel(self, flat: Tensor) -> int:
         """Values in a chunk: equal parts near the wanted size, cut at whole blocks of every shard."""
         numel = max(flat.numel(), 1)
-        parts = max(1, round(numel * flat.element_size() / self._chunk_bytes))
+        wanted = self._chunk_bytes or self.exchange.chunk_bytes(self.size)
+        parts = max(1, round(numel * flat.element_size() / wanted))
         unit = self.size * self.exchange.align
         return -(-numel // (parts * unit)) * unit
 
@@ -179,7 +176,7 @@ class Hook:
         kernels.load()
         self.runner.open(1)
         self._agree("hook", str(new))
-        self._agree("chunk_bytes", str(self._chunk_bytes))
+        self._agree("chunk_bytes", str(self._chunk_bytes or "default"))
         self.runner.open(new.lanes)
 
     def _agree(self, what: str, text: str) -> None:

@@ -30,6 +30,9 @@ class Failing:
     align: int = 1
     jobs: list[str] = field(default_factory=list)
 
+    def chunk_bytes(self, size: int) -> int:
+        return 1 << 20
+
     def bound(self, size: int) -> float:
         return Exact().bound(size)
 

@@ -29,6 +29,9 @@ class Exchange(Protocol):
     def align(self) -> int:
         """Chunks are cut at multiples of (ranks x align) values."""
 
+    def chunk_bytes(self, size: int) -> int:
+        """How much gradient travels at a time on `size` ranks: little enough to overlap, enough to be worth it."""
+
     def bound(self, size: int) -> float | None:
         """A promise: `|result - mean| <= bound * rms_i |x_i|` (2-norms, over `size` ranks); None if there is none.
 

@@ -59,6 +59,10 @@ class Coded:
         """Whole blocks of the codec."""
         return int(getattr(self.codec, "block", 1))
 
+    def chunk_bytes(self, size: int) -> int:
+        """1 MB a rank, up to 4: smaller ones cost more wake-ups than they hide, larger ones leave the wire idle."""
+        return min(4 if self.accumulate == "wire" else size, 4) << 20
+
     def bound(self, size: int) -> float:
         """One encoding for one-shot, two for two-shot; for `accumulate=wire` one more for each addition."""
         encodings = size if self.accumulate == "wire" else 1 if self._one_shot(size) else 2

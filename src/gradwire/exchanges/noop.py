@@ -18,6 +18,10 @@ class Noop:
     takes_residual = False
     align = 1
 
+    def chunk_bytes(self, size: int) -> int:
+        """Nothing travels."""
+        return 1 << 30
+
     def bound(self, size: int) -> None:
         """None: it does not average."""
         return None
