@@ -18,11 +18,11 @@ from .models import batch, seeded
 from .trial import Trial, assert_near, loss, same_everywhere, vector
 
 
-def uneven(ranks: Ranks, *, divide_by_initial_world_size: bool) -> None:
+def uneven(ranks: Ranks, *, divide_by_initial_world_size: bool, **ddp: bool) -> None:
     """Rank r has r + 1 inputs. A rank gets the sum over the live ranks, divided by all ranks or by the live ones."""
     module = seeded(models.Deep, 6)
     twin = copy.deepcopy(module)
-    model = ranks.wrap(module, bucket_cap_mb=0.002)
+    model = ranks.wrap(module, bucket_cap_mb=0.002, **ddp)
     hook = ranks.register(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     with Join([model], divide_by_initial_world_size=divide_by_initial_world_size):
@@ -65,6 +65,11 @@ def uneven_inputs(ranks: Ranks) -> None:
 @check(sizes=(2, 3, 4))
 def uneven_inputs_divided_by_live_ranks(ranks: Ranks) -> None:
     uneven(ranks, divide_by_initial_world_size=False)
+
+
+@check(sizes=UNEVEN)
+def uneven_inputs_and_unused_parameters(ranks: Ranks) -> None:
+    uneven(ranks, divide_by_initial_world_size=False, find_unused_parameters=True)
 
 
 @check(sizes=UNEVEN, specs=("exact",))

@@ -15,6 +15,7 @@ def steps(ranks: Ranks, module: nn.Module, count: int = 2, **options: object) ->
     trial = Trial(ranks, module, **options)
     for step in range(count):
         trial.step(batch(ranks.rank, step))
+    assert trial.hook.verify().steps == count
     return trial
 
 
@@ -75,6 +76,7 @@ def sparse(ranks: Ranks, dtype: torch.dtype) -> None:
     for step in range(2):
         trial.step(rows(ranks.rank, step))
         assert trial.params[0].grad.is_sparse
+    assert trial.hook.verify().steps == 2
 
 
 @check(sizes=ALL_SIZES)
