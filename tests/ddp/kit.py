@@ -34,7 +34,7 @@ SPECS = (
 AVERAGING = tuple(spec for spec in SPECS if gradwire.exchange(spec).lanes)
 FEEDBACK = tuple(spec for spec in SPECS if gradwire.exchange(spec).takes_residual)
 
-GROUP_TIMEOUT_S = 15.0
+GROUP_TIMEOUT_S = 30.0
 """After this long a check that hangs fails. A check that works takes a small fraction of a second."""
 
 

@@ -88,5 +88,5 @@ def _any_failed(store: dist.Store, key: str, size: int, failed: bool) -> bool:
     store.add(f"{key}/failed", int(failed))
     if store.add(key, 1) == size:
         store.set(f"{key}/all", "")
-    store.wait([f"{key}/all"], timedelta(seconds=20 * GROUP_TIMEOUT_S))
+    store.wait([f"{key}/all"], timedelta(seconds=10 * GROUP_TIMEOUT_S))
     return store.add(f"{key}/failed", 0) > 0

@@ -26,7 +26,7 @@ def test_failure(ddp_case: Case, outcome: Outcome) -> None:
 @pytest.mark.parametrize(("size", "guilty"), [(2, 0), (3, 1)])
 def test_a_rank_that_dies_takes_the_others_along(size: int, guilty: int, tmp_path: Path) -> None:
     with pytest.raises(RankFailed) as caught:
-        spawn_ranks(size, lose_a_rank, str(tmp_path), guilty)
+        spawn_ranks(size, lose_a_rank, str(tmp_path), guilty, timeout_s=200.0)
     assert str(caught.value) == f"rank {guilty}: died with exit code {EXIT_CODE}"
     survivors = set(range(size)) - {guilty}
     assert {int(path.stem) for path in tmp_path.glob("*.txt")} == survivors
@@ -44,7 +44,7 @@ def test_programs_that_forget_to_close(endings: tuple[str, str], tmp_path: Path)
         for rank, ending in enumerate(endings)
     ]
     try:
-        said = [program.communicate(timeout=100)[0] for program in programs]
+        said = [program.communicate(timeout=200)[0] for program in programs]
     finally:
         for program in programs:
             program.kill()
