@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from gradwire.testing import RankFailed, spawn_ranks
 
-from .runner import Case, run_checks
+from .runner import Case, outcome_file, run_checks
 
 SPAWN_TIMEOUT_S = 240.0
 
@@ -45,8 +46,16 @@ def _wanted(items: list[pytest.Item]) -> dict[int, list[tuple[str, str]]]:
 
 
 def _run(size: int, folder: Path, wanted: list[tuple[str, str]]) -> dict[tuple[str, str], str]:
+    """What the ranks wrote down for each check, together; also if some of them did not get to the end."""
     try:
-        told = spawn_ranks(size, run_checks, str(folder), wanted, timeout_s=SPAWN_TIMEOUT_S)
+        spawn_ranks(size, run_checks, str(folder), wanted, timeout_s=SPAWN_TIMEOUT_S)
+        missing = "not reached, though the ranks ended well"
     except RankFailed as error:
-        return dict.fromkeys(wanted, f"the ranks did not get through the checks:\n{error}")
-    return {pair: "\n".join(filter(None, (rank[pair] for rank in told))) for pair in wanted}
+        missing = f"not reached: {error}"
+    told = [_read(outcome_file(folder, size, rank)) for rank in range(size)]
+    return {pair: "\n".join(filter(None, (rank.get(pair, missing) for rank in told))) for pair in wanted}
+
+
+def _read(path: Path) -> dict[tuple[str, str], str]:
+    lines = path.read_text().splitlines() if path.exists() else ()
+    return {(key, spec): text for key, spec, text in map(json.loads, lines)}

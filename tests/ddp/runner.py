@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import traceback
 import warnings
 from collections.abc import Sequence
@@ -39,21 +40,25 @@ def cases(family: str) -> list[Case]:
     ]
 
 
-def run_checks(rank: int, size: int, folder: str, wanted: Sequence[tuple[str, str]]) -> dict[tuple[str, str], str]:
-    """What one rank makes of all the checks: {(check, spec): "" or a traceback}."""
+def run_checks(rank: int, size: int, folder: str, wanted: Sequence[tuple[str, str]]) -> None:
+    """Run the checks. What comes of each is a line in this rank's file: check, spec, and nothing or a traceback."""
     warnings.filterwarnings("error", module=r"gradwire\b")
-    store = world_on_a_socket(rank, size)
-    outcomes, group = {}, None
+    store, group = world_on_a_socket(rank, size), None
     closer = ThreadPoolExecutor(1)  # closing a connection is mostly waiting: let it happen beside the next check
-    for number, (key, spec) in enumerate(sorted(wanted, key=_last_things_last)):
-        group = group or dist.new_group(timeout=timedelta(seconds=GROUP_TIMEOUT_S))
-        ranks = Ranks(rank, size, spec, group, Path(folder))
-        outcomes[key, spec] = _outcome(CHECKS[key], ranks)
-        closing = closer.submit(ranks.close)
-        if _any_failed(store, f"checked/{number}", size, bool(outcomes[key, spec])):
-            group = None  # somebody closed it
+    with outcome_file(folder, size, rank).open("w", buffering=1) as file:
+        for number, (key, spec) in enumerate(sorted(wanted, key=_last_things_last)):
+            group = group or dist.new_group(timeout=timedelta(seconds=GROUP_TIMEOUT_S))
+            ranks = Ranks(rank, size, spec, group, Path(folder))
+            text = _outcome(CHECKS[key], ranks)
+            file.write(json.dumps([key, spec, text]) + "\n")
+            closing = closer.submit(ranks.close)
+            if _any_failed(store, f"checked/{number}", size, bool(text)):
+                group = None  # somebody closed it
     closing.result()
-    return outcomes
+
+
+def outcome_file(folder: str | Path, size: int, rank: int) -> Path:
+    return Path(folder, f"outcomes-{size}-{rank}.jsonl")
 
 
 def _last_things_last(pair: tuple[str, str]) -> bool:
@@ -77,10 +82,18 @@ def _outcome(made: Check, ranks: Ranks) -> str:
     try:
         made.run(ranks)
         return ""
-    except Exception:
-        with suppress(Exception):  # the others must not wait for a rank that gave up
-            ranks.group._get_backend(torch.device("cpu")).shutdown()
+    except Exception as error:
+        _give_up(ranks, error)
         return f"rank {ranks.rank} of {ranks.size}:\n{traceback.format_exc()}"
+
+
+def _give_up(ranks: Ranks, error: Exception) -> None:
+    """Close all connections at once: the other ranks must not wait for this one."""
+    with suppress(Exception):
+        ranks.group._get_backend(torch.device("cpu")).shutdown()
+    for hook in ranks.hooks:
+        with suppress(Exception):
+            hook.runner.lanes.break_(error)
 
 
 def _any_failed(store: dist.Store, key: str, size: int, failed: bool) -> bool:
