@@ -71,6 +71,8 @@ class Coded:
     def mean_(self, bucket: Bucket, comm: Comm, residual: Tensor | None = None) -> None:
         """Pick the way over the wire and go."""
         flat = bucket.flat
+        if flat.numel() == 0:  # an empty wire has no rows to look at
+            return
         if self.accumulate == "wire":
             all_reduce_(flat, comm, self.codec.wire_dtype)
             return
