@@ -45,7 +45,7 @@ def test_options_override_the_spec():
     ("spec", "text"),
     [
         ("fp61", "Did you mean 'fp16'"),
-        ("nothing", "Available: bf16, exact, fp16, noop"),
+        ("nothing", "Available: bf16, exact, fp16, fp8, int2, int3, int4, int5, int6, int8, noop, sign, topk"),
         ("fp16:acumulate=wire", "Did you mean 'accumulate'"),
         ("fp16:accumulate=int8", "accumulate must be one of fp32, wire, got 'int8'"),
         ("fp16:feedback=maybe", "feedback must be true or false, got 'maybe'"),

@@ -1,7 +1,7 @@
 """gradwire: averages gradients across ranks with fewer bytes on the wire, through DDP's communication-hook slot."""
 
 from gradwire.bucket import Bucket, make_bucket
-from gradwire.codecs import Codec
+from gradwire.codecs import Codec, codec
 from gradwire.ddp import register
 from gradwire.errors import ExchangeError, GradwireError, RegisterError, SpecError, StateError, VerifyError
 from gradwire.exchanges import Exchange, exchange
@@ -24,6 +24,7 @@ __all__ = [
     "Verification",
     "VerifyError",
     "__version__",
+    "codec",
     "exchange",
     "make_bucket",
     "register",

@@ -45,6 +45,8 @@ class Bucket:
     flat: Tensor
     segments: tuple[Segment, ...]
     is_last: bool
+    step: int = 0
+    """How many steps came before; it seeds what is random."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -68,7 +70,7 @@ class Bucket:
             return [self]
         starts = range(0, self.flat.numel(), numel)
         return [
-            Bucket(self.index, self.flat[at : at + numel], cut(self.segments, at, at + numel), self.is_last)
+            Bucket(self.index, self.flat[at : at + numel], cut(self.segments, at, at + numel), self.is_last, self.step)
             for at in starts
         ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -65,6 +66,7 @@ class Hook:
         if self.size == 1 or self.exchange.lanes == 0 or bucket.flat.numel() == 0:
             self._check_open()
             return _done(bucket.flat)
+        bucket = dataclasses.replace(bucket, step=self.steps)
         return self.runner.submit(self._jobs(bucket, scale), bucket.flat, self._meter.add)
 
     def try_out(self, bucket: Bucket) -> None:
@@ -171,9 +173,14 @@ class Hook:
 
     def _enter(self, new: Exchange) -> None:
         """Make sure that all ranks mean the same exchange, and make its lanes."""
+        check, warm_up = getattr(new, "check", None), getattr(new, "warm_up", None)
+        if check is not None:
+            check(list(self._params()))
         if self.size == 1:
             return
         kernels.load()
+        if warm_up is not None:
+            warm_up(self.device)
         self.runner.open(1)
         self._agree("hook", str(new))
         self._agree("chunk_bytes", str(self._chunk_bytes or "default"))

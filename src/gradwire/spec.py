@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from types import UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from gradwire.errors import SpecError, unknown
@@ -67,10 +68,12 @@ def option_types(factory: Callable[..., object]) -> dict[str, Any]:
 
 def coerce(what: str, value: object, kind: Any) -> object:
     """Turn text into `kind`, or check that a value already is one: `what must be ..., got ...` otherwise."""
+    kind = _not_none(kind)
     if get_origin(kind) is Literal:
         allowed = get_args(kind)
-        if value in allowed:
-            return value
+        for choice in allowed:
+            if value == choice or value == str(choice):
+                return choice
         raise SpecError(f"{what} must be one of {', '.join(map(str, allowed))}, got {value!r}")
     if kind is bool:
         return _bool(what, value)
@@ -84,6 +87,12 @@ def coerce(what: str, value: object, kind: Any) -> object:
     if isinstance(kind, type) and isinstance(value, kind) and not isinstance(value, bool):
         return value
     raise SpecError(f"{what} must be of type {getattr(kind, '__name__', kind)}, got {value!r}")
+
+
+def _not_none(kind: Any) -> Any:
+    """`T | None` -> `T`: leaving an option out is how to say None."""
+    rest = [part for part in get_args(kind) if part is not type(None)]
+    return rest[0] if isinstance(kind, UnionType) and len(rest) == 1 else kind
 
 
 def _bool(what: str, value: object) -> bool:

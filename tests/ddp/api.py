@@ -7,9 +7,8 @@ import threading
 
 import torch
 
-from gradwire import ExchangeError, RegisterError, VerifyError
+from gradwire import Bucket, ExchangeError, RegisterError, VerifyError
 from gradwire.exchanges import Coded, Exact, Exchange, Noop
-from gradwire.exchanges.two_shot import shard_numel
 
 from . import models
 from .kit import ALL_SIZES, AVERAGING, FEEDBACK, UNEVEN, Ranks, check
@@ -23,9 +22,9 @@ def steps(ranks: Ranks, trial: Trial, first: int = 0, count: int = 3) -> Trial:
     return trial
 
 
-def sent_bytes(exchange: Exchange, numel: int, size: int) -> float | None:
+def sent_bytes(exchange: Exchange, bucket: Bucket, size: int) -> float | None:
     """What a rank sends for one chunk of float32 gradients; None for an exchange with no formula here."""
-    ring = 2 * (size - 1) / size
+    ring, numel = 2 * (size - 1) / size, bucket.flat.numel()
     if isinstance(exchange, Noop) or size == 1:
         return 0
     if isinstance(exchange, Exact):
@@ -35,16 +34,17 @@ def sent_bytes(exchange: Exchange, numel: int, size: int) -> float | None:
     if exchange.accumulate == "wire":
         return 2 * numel * ring
     if exchange.shots == "one" or (exchange.shots == "auto" and size == 2):
-        return exchange.codec.wire_bytes(numel) * (size - 1)
-    return 2 * exchange.codec.wire_bytes(shard_numel(numel, size, exchange.align)) * (size - 1)
+        return exchange.plan(bucket, 1).wire_bytes * (size - 1)
+    return 2 * exchange.plan(bucket, size).wire_bytes * (size - 1)
 
 
 @check(sizes=ALL_SIZES)
 def stats_count_what_is_sent(ranks: Ranks) -> None:
     trial = steps(ranks, Trial(ranks, seeded(models.Deep, 3)))
     stats = trial.hook.stats()
-    numel = sum(param.numel() for param in trial.params)
-    expected = sent_bytes(ranks.exchange, numel, ranks.size)
+    layout = trial.hook.layouts[0]
+    flat = torch.empty(sum(segment.numel for segment in layout))
+    expected = sent_bytes(ranks.exchange, Bucket(0, flat, layout, True), ranks.size)
     assert (stats.hook, stats.steps, stats.buckets) == (ranks.spec, 3, 1)
     assert expected is None or stats.sent_bytes == stats.received_bytes == expected, stats
     assert min(stats.encode_s, stats.wire_s, stats.decode_s, stats.wait_s) >= 0

@@ -25,21 +25,23 @@ def uneven(ranks: Ranks, *, divide_by_initial_world_size: bool, **ddp: bool) -> 
     model = ranks.wrap(module, bucket_cap_mb=0.002, **ddp)
     hook = ranks.register(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    found = []
     with Join([model], divide_by_initial_world_size=divide_by_initial_world_size):
         for step in range(ranks.rank + 1):
             optimizer.zero_grad()
             loss(model(batch(ranks.rank, step))).backward()
             live = range(step, ranks.size)
             divisor = ranks.size if divide_by_initial_world_size else len(live)
-            _compare_sum(ranks, model, [_local(model, twin, batch(rank, step)) for rank in live], divisor, step)
+            local = [_local(model, twin, batch(rank, step)) for rank in live]
+            found.append((_gradient(model), local, divisor))
             optimizer.step()
+    for step, (got, local, divisor) in enumerate(found):  # after Join, where an error would leave the others waiting
+        _compare_sum(ranks, got, local, divisor, step)
     same_everywhere(model.parameters(), ranks.group)
     assert hook.steps == ranks.size, "joined ranks take part in every step"
 
 
-def _compare_sum(ranks: Ranks, model: DDP, local: Sequence[torch.Tensor], divisor: int, step: int) -> None:
-    params = list(model.parameters())
-    got = vector(params, [param.grad for param in params], torch.float32)
+def _compare_sum(ranks: Ranks, got: torch.Tensor, local: Sequence[torch.Tensor], divisor: int, step: int) -> None:
     if not ranks.exchange.lanes:
         assert torch.equal(got, local[ranks.rank - step])
         return
@@ -53,11 +55,15 @@ def _local(model: DDP, twin: torch.nn.Module, rows: torch.Tensor) -> torch.Tenso
     twin.load_state_dict(model.module.state_dict())
     twin.zero_grad()
     loss(twin(rows)).backward()
-    params = list(twin.parameters())
+    return _gradient(twin)
+
+
+def _gradient(module: torch.nn.Module) -> torch.Tensor:
+    params = list(module.parameters())
     return vector(params, [param.grad for param in params], torch.float32)
 
 
-@check(sizes=(2, 3, 4))
+@check(sizes=UNEVEN)
 def uneven_inputs(ranks: Ranks) -> None:
     uneven(ranks, divide_by_initial_world_size=True)
 

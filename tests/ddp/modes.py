@@ -24,7 +24,7 @@ def caps(ranks: Ranks, cap_mb: float, **ddp: object) -> Trial:
     return steps(ranks, Trial(ranks, seeded(models.Deep, 24, 80), bucket_cap_mb=cap_mb, **ddp), 3, width=80)
 
 
-@check(sizes=ALL_SIZES)
+@check(sizes=UNEVEN)
 def bucket_cap_25_mb(ranks: Ranks) -> None:
     trial = caps(ranks, 25)
     assert len(trial.hook.layouts) == 1

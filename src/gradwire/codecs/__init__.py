@@ -6,10 +6,61 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from torch import Tensor
+
+from gradwire import kernels
 from gradwire.codecs.base import Codec, check_wire, decode
 from gradwire.codecs.bf16 import BF16
+from gradwire.codecs.fp8 import FP8
 from gradwire.codecs.fp16 import FP16
+from gradwire.codecs.int8 import Int8
+from gradwire.codecs.levels import Int2, Int3, Int4, Int5, Int6
+from gradwire.codecs.sign import Sign
+from gradwire.codecs.topk import TopK
+from gradwire.errors import SpecError
+from gradwire.spec import build
 
-CODECS: Mapping[str, Any] = MappingProxyType({"fp16": FP16, "bf16": BF16})
+CODECS: Mapping[str, Any] = MappingProxyType(
+    {codec.name: codec for codec in (FP16, BF16, FP8, Int8, Int6, Int5, Int4, Int3, Int2, Sign, TopK)}
+)
 
-__all__ = ["BF16", "CODECS", "FP16", "Codec", "check_wire", "decode"]
+__all__ = [
+    "CODECS",
+    "Codec",
+    "NamedCodec",
+    "check_wire",
+    "codec",
+    "decode",
+    *(codec.__name__ for codec in CODECS.values()),
+]
+
+
+class NamedCodec:
+    """A codec for use outside a hook: any floating tensor to bytes, and back."""
+
+    def __init__(self, inner: Codec) -> None:
+        self.inner = inner
+
+    def encode(self, tensor: Tensor) -> Tensor:
+        """The bytes of a tensor of any shape, as a flat uint8 tensor."""
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+            what = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise SpecError(f"{self.inner.name}: encode takes a tensor of a floating type, got {what}")
+        return self.inner.encode(tensor.detach().reshape(-1).float().contiguous())
+
+    def decode(self, wire: Tensor, numel: int) -> Tensor:
+        """The `numel` values on the wire, flat and float32."""
+        return decode(self.inner, wire, numel)
+
+    def wire_bytes(self, numel: int) -> int:
+        """How many bytes `encode` makes of so many values."""
+        return self.inner.wire_bytes(numel)
+
+    def __repr__(self) -> str:
+        return f"<gradwire codec {self.inner}>"
+
+
+def codec(spec: str) -> NamedCodec:
+    """A codec by its spec, such as `"int4"` or `"int8:block=128"`."""
+    kernels.load()
+    return NamedCodec(build("codec", spec, CODECS))

@@ -13,8 +13,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradwire import kernels
 from gradwire.codecs.base import new_wire
+from gradwire.kernels import pick
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +36,27 @@ class BF16:
     def encode(self, flat: Tensor, out: Tensor | None = None) -> Tensor:
         """Round to nearest."""
         wire = new_wire(self, flat, out)
-        kernels.to_bf16_(_values(wire, flat.numel()), flat)
+        pick("half", flat).to_bf16_(_values(wire, flat.numel()), flat)
         return wire
 
     def decode_(self, out: Tensor, wire: Tensor, *, alpha: float = 1.0, add: bool = False) -> Tensor:
         """Widen and scale."""
-        return kernels.from_bf16_(out, _values(wire, out.numel()), alpha, add)
+        pick("half", out).from_bf16_(out, _values(wire, out.numel()), alpha, add)
+        return out
+
+    def sum_(self, out: Tensor, wires: Tensor, alpha: float) -> Tensor:
+        """All wires in one pass."""
+        pick("half", out).sum_bf16_(out, _rows(wires, out.numel()), alpha)
+        return out
+
+    def reduce_(self, wire: Tensor, own: Tensor, wires: Tensor, skip: int, alpha: float) -> Tensor:
+        """Sum and round in one pass."""
+        pick("half", own).reduce_bf16_(_values(wire, own.numel()), own, _rows(wires, own.numel()), skip, alpha)
+        return wire
+
+
+def _rows(wires: Tensor, numel: int) -> Tensor:
+    return wires.narrow(1, 0, 2 * numel).view(torch.bfloat16)
 
 
 def _values(wire: Tensor, numel: int) -> Tensor:

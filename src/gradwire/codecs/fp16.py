@@ -14,8 +14,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradwire import kernels
-from gradwire.codecs.base import new_wire
+from gradwire.codecs.base import new_wire, reduced
+from gradwire.kernels import pick
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +37,27 @@ class FP16:
     def encode(self, flat: Tensor, out: Tensor | None = None) -> Tensor:
         """Scale and round to nearest."""
         wire, numel = new_wire(self, flat, out), flat.numel()
-        scale = kernels.half_scale(flat) if numel else torch.ones((), device=flat.device)
+        scale = pick("half", flat).half_scale(flat) if numel else torch.ones((), device=flat.device)
         _scale(wire).copy_(scale)
-        kernels.to_fp16_(_halves(wire, numel), flat, scale.reciprocal())
+        pick("half", flat).to_fp16_(_halves(wire, numel), flat, scale.reciprocal())
         return wire
 
     def decode_(self, out: Tensor, wire: Tensor, *, alpha: float = 1.0, add: bool = False) -> Tensor:
         """Undo the scale; `alpha` rides along for free."""
         factor = _scale(wire) * alpha
-        return kernels.from_fp16_(out, _halves(wire, out.numel()), factor, add)
+        pick("half", out).from_fp16_(out, _halves(wire, out.numel()), factor, add)
+        return out
+
+    def sum_(self, out: Tensor, wires: Tensor, alpha: float) -> Tensor:
+        """All wires in one pass."""
+        factors = wires.narrow(1, 0, 4).view(torch.float32).view(-1) * alpha
+        halves = wires.narrow(1, 4, 2 * out.numel()).view(torch.float16)
+        pick("half", out).sum_fp16_(out, halves, factors)
+        return out
+
+    def reduce_(self, wire: Tensor, own: Tensor, wires: Tensor, skip: int, alpha: float) -> Tensor:
+        """The scale of the sum is known only when the sum is."""
+        return self.encode(reduced(self, own, wires, skip, alpha), out=wire)
 
 
 def _scale(wire: Tensor) -> Tensor:

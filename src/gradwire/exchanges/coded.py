@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+import warnings
+import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
-from gradwire.bucket import Bucket
+from gradwire.bucket import Bucket, Segment
 from gradwire.codecs import Codec
+from gradwire.codecs.base import reduce_, sum_
 from gradwire.comm import Comm
 from gradwire.errors import SpecError
 from gradwire.exchanges.all_reduce import all_reduce_
 from gradwire.exchanges.one_shot import one_shot_
+from gradwire.exchanges.plan import Plan, Run, plan
 from gradwire.exchanges.two_shot import two_shot_
 from gradwire.feedback import fed_back
 from gradwire.spec import write
 
 Shots = Literal["auto", "one", "two"]
 Accumulate = Literal["fp32", "wire"]
+SMALL = 1024
+"""Tensors of fewer values are exempt by default, like those of one dimension, where few bits are used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,17 +41,27 @@ class Coded:
     """`fp32`: sums in float32, so the error does not grow with the ranks. `wire`: the backend sums half precision."""
     shots: Shots = "auto"
     """`one`: all-gather. `two`: all-to-all, then all-gather. `auto`: one at 2 ranks, two above."""
-    feedback: bool = False
-    """Add back at the next step what this step's encoding lost."""
+    feedback: bool | None = None
+    """Add back at the next step what this step's encoding lost. By default only topk does."""
+    exempt: str | None = None
+    """Tensors that travel in float32: `auto` (one dimension, or under 1024 values), `none`, or a pattern of names such
+    as `norm|bias|head`. By default `auto` for codecs of 6 bits or less."""
 
     def __post_init__(self) -> None:
         name = self.codec.name
+        for field, value in _defaults(self.codec).items():
+            if getattr(self, field) is None:
+                object.__setattr__(self, field, value)
         if self.accumulate == "wire" and self.codec.wire_dtype is None:
             raise SpecError(
                 f"{name}: accumulate=wire is for wires the backend can sum (fp16, bf16); use accumulate=fp32"
             )
-        if self.accumulate == "wire" and (self.feedback or self.shots != "auto"):
-            raise SpecError(f"{name}: accumulate=wire takes neither feedback nor shots; use accumulate=fp32")
+        if self.accumulate == "wire" and (self.feedback or self.shots != "auto" or self.exempt != "none"):
+            raise SpecError(f"{name}: accumulate=wire takes neither feedback nor shots nor exempt; use accumulate=fp32")
+        try:
+            re.compile(self.exempt or "")
+        except re.error as error:
+            raise SpecError(f"{name}: exempt must be auto, none or a pattern, got {self.exempt!r} ({error})") from None
 
     @property
     def lanes(self) -> int:
@@ -52,12 +71,12 @@ class Coded:
     @property
     def takes_residual(self) -> bool:
         """With feedback on."""
-        return self.feedback
+        return bool(self.feedback)
 
     @property
     def align(self) -> int:
         """Whole blocks of the codec."""
-        return int(getattr(self.codec, "block", 1))
+        return int(getattr(self.codec, "align", getattr(self.codec, "block", 1)))
 
     def chunk_bytes(self, size: int) -> int:
         """1 MB a rank, up to 4: smaller ones cost more wake-ups than they hide, larger ones leave the wire idle."""
@@ -65,8 +84,11 @@ class Coded:
 
     def bound(self, size: int) -> float:
         """One encoding for one-shot, two for two-shot; for `accumulate=wire` one more for each addition."""
-        encodings = size if self.accumulate == "wire" else 1 if self._one_shot(size) else 2
-        return 1.01 * encodings * self.codec.bound + size * 2.0**-23
+        error = self.codec.bound
+        if self.accumulate == "wire":
+            return 1.01 * size * error + size * 2.0**-23
+        total = error if self._one_shot(size) else error + error * (1.0 + error)
+        return 1.01 * total + size * 2.0**-23
 
     def mean_(self, bucket: Bucket, comm: Comm, residual: Tensor | None = None) -> None:
         """Pick the way over the wire and go."""
@@ -76,23 +98,79 @@ class Coded:
         if self.accumulate == "wire":
             all_reduce_(flat, comm, self.codec.wire_dtype)
             return
+        one, codec = self._one_shot(comm.size), self._seeded(bucket, comm.rank)
         with fed_back(flat, residual):
-            if self._one_shot(comm.size):
-                one_shot_(flat, self.codec, comm, residual)
-            else:
-                two_shot_(flat, self.codec, comm, residual, self.align)
+            exchange_ = one_shot_ if one else two_shot_
+            exchange_(flat, self.plan(bucket, 1 if one else comm.size), codec, comm, residual)
+
+    def plan(self, bucket: Bucket, parts: int) -> Plan:
+        """Who averages what. Codecs with blocks see one tensor at a time."""
+        if self.align == 1 and self.exempt == "none":
+            return plan((Run(bucket.flat.numel(), False),), parts, self.codec)
+        runs = tuple(Run(segment.numel, self._exempts(segment)) for segment in bucket.segments)
+        return plan(runs, parts, self.codec)
+
+    def warm_up(self, device: torch.device) -> None:
+        """Use the kernels once, so that no step waits for a compiler."""
+        values = torch.ones(2 * self.align + 1, device=device)
+        wire = self.codec.encode(values)
+        for add in (False, True):
+            self.codec.decode_(values, wire, add=add)
+        sum_(self.codec, values, torch.stack([wire, wire]), 0.5)
+        reduce_(self.codec, wire, values, torch.stack([wire, wire]), 0, 0.5)
+
+    def check(self, params: Sequence[tuple[str, Tensor]]) -> None:
+        """Look at the model once: a pattern must leave something to code, and should find something."""
+        if self.exempt in ("auto", "none") or not params:
+            return
+        found = [name for name, _ in params if re.search(self.exempt or "", name)]
+        if len(found) == len(params):
+            raise SpecError(
+                f"{self.codec.name}: exempt={self.exempt} matches all {len(params)} parameters; use the hook 'exact', "
+                "or a narrower pattern"
+            )
+        if not found:
+            names = ", ".join(name for name, _ in params[:5])
+            warnings.warn(
+                f"{self.codec.name}: exempt={self.exempt} matches none of the {len(params)} parameters ({names}, ...)",
+                stacklevel=4,
+            )
+
+    def _exempts(self, segment: Segment) -> bool:
+        if self.exempt == "none":
+            return False
+        if self.exempt == "auto":
+            return segment.param.dim() <= 1 or segment.param.numel() < SMALL
+        return re.search(self.exempt or "", segment.name) is not None
+
+    def _seeded(self, bucket: Bucket, rank: int) -> Codec:
+        """The codec, with a seed of its own for this rank, step and chunk where it rounds by chance."""
+        if getattr(self.codec, "rounding", "nearest") == "nearest" or not bucket.segments:
+            return self.codec
+        first, codec = bucket.segments[0], self.codec
+        told = (codec.seed, rank, bucket.step, first.name, first.start)  # type: ignore[attr-defined]
+        seed = zlib.crc32(repr(told).encode())
+        return dataclasses.replace(codec, seed=seed)  # type: ignore[type-var]
 
     def _one_shot(self, size: int) -> bool:
         return self.shots == "one" or (self.shots == "auto" and size <= 2)
 
     def __str__(self) -> str:
-        return write(self.codec.name, {**_changed(self.codec), **_changed(self, skip="codec")})
+        own = {key: value for key, value in _changed(self).items() if value != _defaults(self.codec).get(key)}
+        own.pop("codec")
+        return write(self.codec.name, {**_changed(self.codec), **own})
 
 
-def _changed(settings: Any, skip: str = "") -> dict[str, object]:
+def _defaults(codec: Codec) -> dict[str, object]:
+    """What a codec wants of an exchange, where the user says nothing."""
+    few_bits = getattr(codec, "few_bits", False)
+    return {"feedback": getattr(codec, "needs_feedback", False), "exempt": "auto" if few_bits else "none"}
+
+
+def _changed(settings: Any) -> dict[str, object]:
     """The fields of a dataclass that differ from their defaults."""
     return {
         field.name: getattr(settings, field.name)
         for field in dataclasses.fields(settings)
-        if field.name != skip and getattr(settings, field.name) != field.default
+        if getattr(settings, field.name) != field.default
     }

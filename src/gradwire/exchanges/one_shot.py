@@ -6,15 +6,16 @@ from torch import Tensor
 
 from gradwire.codecs import Codec
 from gradwire.comm import Comm
+from gradwire.exchanges.plan import Plan, encode_part, keep_loss_, new_wires, sum_part_
 
 
-def one_shot_(flat: Tensor, codec: Codec, comm: Comm, residual: Tensor | None = None) -> None:
-    """Average in place.
+def one_shot_(flat: Tensor, whole: Plan, codec: Codec, comm: Comm, residual: Tensor | None = None) -> None:
+    """Average in place; `whole` has a single part.
 
     1. Encode.  2. All-gather the wires.  3. Every rank decodes all wires in the order of the ranks and averages them.
     """
-    wire = codec.encode(flat)
+    (part,), (wire,) = whole.parts, new_wires(whole, flat)
+    encode_part(codec, flat, part, wire)
     if residual is not None:
-        codec.decode_(residual.copy_(flat), wire, alpha=-1.0, add=True)
-    for rank, other in enumerate(comm.all_gather(wire)):
-        codec.decode_(flat, other, alpha=1.0 / comm.size, add=rank > 0)
+        keep_loss_(codec, flat, part, wire, residual.zero_())
+    sum_part_(codec, flat, part, comm.all_gather(wire), 1.0 / comm.size)

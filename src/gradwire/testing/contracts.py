@@ -14,8 +14,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from gradwire.bucket import make_bucket
+from gradwire.bucket import Bucket, make_bucket
 from gradwire.codecs import Codec, decode
+from gradwire.codecs.base import reduce_, sum_
 from gradwire.exchanges import Exchange
 from gradwire.testing.threads import Rank, thread_ranks
 
@@ -117,6 +118,24 @@ def check_no_host_sync(codec: Codec) -> None:
         codec.decode_(values, wire, alpha=0.5, add=True)
 
 
+def check_fused(codec: Codec) -> None:
+    """`sum_` and `reduce_`, fused or not, give the bits of decoding wire after wire."""
+    for numel in (1, 300, 5000):
+        rows = [codec.encode(gaussian(numel, seed=seed)) for seed in range(3)]
+        wide = torch.zeros((3, rows[0].numel() + 8), dtype=torch.uint8)  # rows need not be next to each other
+        wide[:, 4:-4] = torch.stack(rows)
+        wires, own = wide.narrow(1, 4, rows[0].numel()), gaussian(numel, seed=3)
+        total, mean = torch.empty(numel), own * 0.25
+        for rank, wire in enumerate(rows):
+            codec.decode_(total, wire, alpha=0.25, add=rank > 0)
+        for wire in (rows[0], rows[2]):
+            codec.decode_(mean, wire, alpha=0.25, add=True)
+        assert torch.equal(sum_(codec, torch.empty(numel), wires, 0.25), total), numel
+        wire = torch.empty_like(rows[0])
+        reduce_(codec, wire, own, wires, 1, 0.25)
+        assert torch.equal(decode(codec, wire, numel), decode(codec, codec.encode(mean), numel)), numel
+
+
 class _FakeCopies(TorchFunctionMode):
     """`copy_` and slices of fake cuda tensors, which Python's bindings refuse on a build without cuda."""
 
@@ -143,6 +162,7 @@ CODEC_CHECKS: tuple[Callable[[Codec], None], ...] = (
     check_input_untouched,
     check_decode_forms,
     check_dtypes,
+    check_fused,
     check_no_host_sync,
 )
 
@@ -180,7 +200,7 @@ def check_many_in_flight(exchange: Exchange, size: int) -> None:
     def run(rank: Rank) -> list[Tensor]:
         hook, means = rank.hook(exchange, chunk_bytes=1024), []
         for step in range(2):
-            buckets = [make_bucket([_sized(i, step + rank.rank)], [str(i)], i) for i in range(24)]
+            buckets = [_bucket(_sized(i, step + rank.rank), i) for i in range(24)]
             for future in [hook.mean(bucket) for bucket in buckets]:
                 future.wait()
             means += [bucket.flat for bucket in buckets]
@@ -216,11 +236,11 @@ def check_residual_survives_inf(exchange: Exchange, size: int) -> None:
 
     def run(rank: Rank) -> bool:
         hook = rank.hook(exchange)
-        hook.mean(make_bucket([_input(rank.rank, 0, 500)])).wait()
+        hook.mean(_bucket(_input(rank.rank, 0, 2000))).wait()
         before = hook.state_dict()["residuals"]["0"]
-        bad = _input(rank.rank, 1, 500)
+        bad = _input(rank.rank, 1, 2000)
         bad[7] = math.inf if rank.rank == 0 else bad[7]
-        hook.mean(make_bucket([bad])).wait()
+        hook.mean(_bucket(bad)).wait()
         return bool(before.any()) and torch.equal(before, hook.state_dict()["residuals"]["0"])
 
     assert all(thread_ranks(size, run))
@@ -231,7 +251,7 @@ def check_traffic(exchange: Exchange, size: int) -> None:
 
     def run(rank: Rank) -> float:
         hook = rank.hook(exchange)
-        bucket = make_bucket([gaussian(60_000)])
+        bucket = _bucket(gaussian(60_000))
         hook.begin(bucket)
         hook.mean(bucket).wait()
         return hook.stats().sent_bytes
@@ -241,11 +261,16 @@ def check_traffic(exchange: Exchange, size: int) -> None:
 
 
 def _mean(rank: Rank, exchange: Exchange, values: Tensor) -> Tensor:
-    return rank.mean(exchange, [values], chunk_bytes=16_384).flat
+    return rank.mean(exchange, [values.view(1, -1)], chunk_bytes=16_384).flat
+
+
+def _bucket(values: Tensor, index: int = 0) -> Bucket:
+    """One matrix: vectors may be exempt from coding."""
+    return make_bucket([values.view(1, -1)], [str(index)], index)
 
 
 def _sized(index: int, seed: int) -> Tensor:
-    return gaussian(100 + 37 * index, seed=seed)
+    return gaussian(100 + 137 * index, seed=seed)
 
 
 def _input(rank: int, step: int, numel: int) -> Tensor:
@@ -255,7 +280,7 @@ def _input(rank: int, step: int, numel: int) -> Tensor:
 def _with_feedback(rank: Rank, exchange: Exchange, steps: int, numel: int) -> tuple[list[Tensor], Tensor]:
     hook, means = rank.hook(exchange, chunk_bytes=4096), []
     for step in range(steps):
-        bucket = make_bucket([_input(rank.rank, step, numel)])
+        bucket = _bucket(_input(rank.rank, step, numel))
         means.append(hook.mean(bucket).wait())
     return means, hook.state_dict()["residuals"]["0"]
 

@@ -1,0 +1,70 @@
+"""int8: whole numbers from -127 to 127, under the largest magnitude of their block.
+
+    [ B * block codes, int8 ][ B scales, float32 ]
+
+A block with inf or NaN in it has the scale NaN, and comes back as NaN. 8.125 bits a value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from gradwire.codecs.base import check_block, new_wire
+from gradwire.kernels import pick
+
+Rounding = Literal["nearest", "stochastic"]
+
+
+@dataclass(frozen=True, slots=True)
+class Int8:
+    """8-bit integers, one scale a block."""
+
+    name: ClassVar[str] = "int8"
+    wire_dtype: ClassVar[torch.dtype | None] = None
+    block: int = 256
+    """Values that share a scale."""
+    rounding: Rounding = "nearest"
+    """`stochastic`: up or down by chance, so that the error is 0 on average, at twice the squared error."""
+    seed: int = 0
+    """For stochastic rounding; hooks mix in rank, step and bucket."""
+
+    def __post_init__(self) -> None:
+        check_block(self.name, self.block)
+
+    @property
+    def bound(self) -> float:
+        """Half a step (a whole one by chance) for every value, against a block with one large value."""
+        step = 1.0 if self.rounding == "nearest" else 2.0
+        return float(0.5 * step / 127 * self.block**0.5 * 1.001)
+
+    def wire_bytes(self, numel: int) -> int:
+        """A byte a value and 4 a block."""
+        return -(-numel // self.block) * (self.block + 4)
+
+    def encode(self, flat: Tensor, out: Tensor | None = None) -> Tensor:
+        """Scale and round."""
+        wire = new_wire(self, flat, out)
+        if flat.numel():
+            pick("int8", flat).encode_(wire, flat, self.block, self.rounding == "stochastic", self.seed)
+        return wire
+
+    def decode_(self, out: Tensor, wire: Tensor, *, alpha: float = 1.0, add: bool = False) -> Tensor:
+        """Undo the scale."""
+        if out.numel():
+            pick("int8", out).decode_(out, wire, self.block, alpha, add)
+        return out
+
+    def sum_(self, out: Tensor, wires: Tensor, alpha: float) -> Tensor:
+        """All wires in one pass."""
+        pick("int8", out).sum_(out, wires, self.block, alpha)
+        return out
+
+    def reduce_(self, wire: Tensor, own: Tensor, wires: Tensor, skip: int, alpha: float) -> Tensor:
+        """Sum and encode in one pass."""
+        how = self.block, alpha, self.rounding == "stochastic", self.seed
+        pick("int8", own).reduce_(wire, own, wires, skip, *how)
+        return wire

@@ -1,0 +1,162 @@
+"""int6, int5, int4, int3, int2: a few levels, spaced to fit gradients, under a one-byte scale for each block.
+
+    [ exponents, a byte for 16 blocks ][ scales, a byte a block ][ codes ][ padding to 4 bytes ]
+
+The exponent is the binade of the largest value of 16 blocks, or 255 where one of them is inf or NaN, and all come back
+as NaN. A scale byte is the distance from there in 16ths of a binade, so 4.13 bits a value pay for everything at
+4 bits. Codes lie in bit planes (`gradwire.kernels.grid`), levels are polynomials (`gradwire.codecs.codebooks`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from gradwire.codecs.base import check_block, new_wire
+from gradwire.codecs.codebooks import TRAINED, codebook
+from gradwire.codecs.int8 import Rounding
+from gradwire.errors import SpecError
+from gradwire.kernels import pick
+from gradwire.kernels.grid import REACH, TILE_BLOCKS, Grid
+
+Kind = Literal["trained", "lloyd", "uniform"]
+Group = Literal[0, 64, 128, 256]
+
+
+@dataclass(frozen=True, slots=True)
+class Levels:
+    """What the codecs of this file have in common; they differ in their defaults."""
+
+    name: ClassVar[str]
+    bits: ClassVar[int]
+    wire_dtype: ClassVar[torch.dtype | None] = None
+    few_bits: ClassVar[bool] = True
+    block: int = 64
+    """Values that share a scale."""
+    codebook: Kind = "trained"
+    """`trained`: for the largest magnitude of normal blocks. `lloyd`: Lloyd-Max on the RMS. `uniform`: equal steps."""
+    hadamard: Group = 0
+    """Rotate so many values at a time first, which spreads outliers; 0: do not."""
+    rounding: Rounding = "nearest"
+    """`stochastic`: up or down by chance, so that the error is 0 on average, at twice the squared error."""
+    seed: int = 0
+    """For stochastic rounding; hooks mix in rank, step and bucket."""
+
+    def __post_init__(self) -> None:
+        check_block(self.name, self.block)
+        if self.codebook != "uniform" and (self.codebook, self.bits) not in TRAINED:
+            kinds = [kind for kind, bits in TRAINED if bits == self.bits]
+            raise SpecError(
+                f"{self.name}: codebook must be one of {', '.join([*kinds, 'uniform'])}, got {self.codebook}"
+            )
+        if self.hadamard > TILE_BLOCKS * self.block:
+            raise SpecError(
+                f"{self.name}: hadamard={self.hadamard} needs blocks of {self.hadamard // TILE_BLOCKS} values or more, "
+                f"got block={self.block}"
+            )
+
+    @property
+    def grid(self) -> Grid:
+        """What the kernels need to know."""
+        return _grid(self.bits, self.block, self.codebook, self.hadamard, self.rounding == "stochastic")
+
+    @property
+    def align(self) -> int:
+        """Values are best cut at multiples of this."""
+        return max(self.block, self.hadamard)
+
+    @property
+    def bound(self) -> float:
+        """The lowest level for every value, against a block with one large value; with a fitted scale, everything."""
+        if self.codebook == "lloyd" and self.rounding == "nearest":
+            return 1.0
+        grid = self.grid
+        lowest = sum(d * 0.5 ** (2 * i + 1) for i, d in enumerate(grid.decoder))
+        worst = max(lowest, 2 * lowest if grid.stochastic else 0.0)
+        return float(min(1.2 * REACH / min(1.0, grid.top) * worst * self.block**0.5 + abs(1.0 - grid.top), 4.0))
+
+    def wire_bytes(self, numel: int) -> int:
+        """See the drawing above."""
+        return self.grid.layout(numel).wire_bytes
+
+    def encode(self, flat: Tensor, out: Tensor | None = None) -> Tensor:
+        """Scale and pick levels."""
+        wire = new_wire(self, flat, out)
+        wire.narrow(0, max(wire.numel() - 4, 0), min(wire.numel(), 4)).zero_()  # the padding
+        if flat.numel():
+            pick("levels", flat).encode_(wire, flat, self.grid, self.seed)
+        return wire
+
+    def decode_(self, out: Tensor, wire: Tensor, *, alpha: float = 1.0, add: bool = False) -> Tensor:
+        """Look up levels and undo the scale."""
+        if out.numel():
+            pick("levels", out).decode_(out, wire, self.grid, alpha, add)
+        return out
+
+    def sum_(self, out: Tensor, wires: Tensor, alpha: float) -> Tensor:
+        """All wires in one pass."""
+        pick("levels", out).sum_(out, wires, self.grid, alpha)
+        return out
+
+    def reduce_(self, wire: Tensor, own: Tensor, wires: Tensor, skip: int, alpha: float) -> Tensor:
+        """Sum and encode in one pass."""
+        wire.narrow(0, max(wire.numel() - 4, 0), min(wire.numel(), 4)).zero_()
+        pick("levels", own).reduce_(wire, own, wires, skip, self.grid, alpha, self.seed)
+        return wire
+
+
+@lru_cache(maxsize=256)
+def _grid(bits: int, block: int, kind: str, hadamard: int, stochastic: bool) -> Grid:
+    book = codebook(kind, bits)
+    by_rms = kind == "lloyd" and not stochastic  # by chance, no value may lie beyond the last level
+    return Grid(
+        bits=bits,
+        block=block,
+        encoder=book.encoder,
+        decoder=book.decoder,
+        widest=book.widest if by_rms else 0.0,
+        fit=by_rms,
+        hadamard=hadamard,
+        stochastic=stochastic,
+    )
+
+
+class Int6(Levels):
+    """64 levels."""
+
+    __slots__ = ()
+    name, bits = "int6", 6
+
+
+class Int5(Levels):
+    """32 levels."""
+
+    __slots__ = ()
+    name, bits = "int5", 5
+
+
+class Int4(Levels):
+    """16 levels."""
+
+    __slots__ = ()
+    name, bits = "int4", 4
+
+
+class Int3(Levels):
+    """8 levels."""
+
+    __slots__ = ()
+    name, bits = "int3", 3
+
+
+@dataclass(frozen=True, slots=True)
+class Int2(Levels):
+    """4 levels, Lloyd-Max on the RMS, with the scale that fits best."""
+
+    name: ClassVar[str] = "int2"
+    bits: ClassVar[int] = 2
+    codebook: Kind = "lloyd"

@@ -1,0 +1,55 @@
+"""sign: one bit a value, times the mean magnitude of its block.
+
+    [ signs, 8 values a byte: byte i of a block holds the values i, i + block/8, ... ][ B scales, float32 ]
+
+Inf or NaN go into the scale of their block. 1.125 bits a value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from gradwire.codecs.base import check_block, new_wire
+from gradwire.kernels import pick
+
+
+@dataclass(frozen=True, slots=True)
+class Sign:
+    """Signs, one scale a block."""
+
+    name: ClassVar[str] = "sign"
+    wire_dtype: ClassVar[torch.dtype | None] = None
+    few_bits: ClassVar[bool] = True
+    block: int = 256
+    """Values that share a scale."""
+
+    def __post_init__(self) -> None:
+        check_block(self.name, self.block)
+
+    @property
+    def bound(self) -> float:
+        """What comes back is a projection: never further away than 0."""
+        return 1.0
+
+    def wire_bytes(self, numel: int) -> int:
+        """A bit a value and 4 bytes a block."""
+        blocks = -(-numel // self.block)
+        return -(-blocks * self.block // 32) * 4 + 4 * blocks
+
+    def encode(self, flat: Tensor, out: Tensor | None = None) -> Tensor:
+        """Signs, and the mean magnitude."""
+        wire, signs = new_wire(self, flat, out), -(-flat.numel() // self.block) * self.block // 8
+        wire.narrow(0, signs, -signs % 4).zero_()
+        if flat.numel():
+            pick("sign", flat).encode_(wire, flat, self.block)
+        return wire
+
+    def decode_(self, out: Tensor, wire: Tensor, *, alpha: float = 1.0, add: bool = False) -> Tensor:
+        """Plus or minus the scale."""
+        if out.numel():
+            pick("sign", out).decode_(out, wire, self.block, alpha, add)
+        return out

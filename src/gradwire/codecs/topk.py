@@ -1,0 +1,64 @@
+"""topk: only the largest values of each block, with their places.
+
+    [ B * kept places in the block, int16 ][ B * kept values, bfloat16 ]
+
+Choosing within blocks costs a few passes over memory where a sort costs dozens, and makes the size of the wire known.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from gradwire.codecs.base import check_block, new_wire
+from gradwire.errors import SpecError
+from gradwire.kernels import pick
+
+
+@dataclass(frozen=True, slots=True)
+class TopK:
+    """The largest `ratio` of each block. Use it with feedback, or most of the gradient is never applied."""
+
+    name: ClassVar[str] = "topk"
+    wire_dtype: ClassVar[torch.dtype | None] = None
+    few_bits: ClassVar[bool] = True
+    needs_feedback: ClassVar[bool] = True
+    ratio: float = 0.01
+    """The part of the values that is sent, above 0 and up to 1; at least one value a block."""
+    block: int = 1024
+    """Values that are compared with each other."""
+
+    def __post_init__(self) -> None:
+        check_block(self.name, self.block)
+        if not 0 < self.ratio <= 1:
+            raise SpecError(f"topk: ratio must be in (0, 1], got {self.ratio}")
+
+    @property
+    def kept(self) -> int:
+        """Values sent of each block."""
+        return max(1, round(self.ratio * self.block))
+
+    @property
+    def bound(self) -> float:
+        """Nothing is further away than 0; of what is sent, bfloat16's half ulp is lost."""
+        return float((1.0 - self.kept / self.block) ** 0.5 + 2.0**-8)
+
+    def wire_bytes(self, numel: int) -> int:
+        """4 bytes for each value that is sent."""
+        return -(-numel // self.block) * self.kept * 4
+
+    def encode(self, flat: Tensor, out: Tensor | None = None) -> Tensor:
+        """Choose, in each block."""
+        wire = new_wire(self, flat, out)
+        if flat.numel():
+            pick("topk", flat).encode_(wire, flat, self.block, self.kept)
+        return wire
+
+    def decode_(self, out: Tensor, wire: Tensor, *, alpha: float = 1.0, add: bool = False) -> Tensor:
+        """Put the values where they were; 0 elsewhere."""
+        if out.numel():
+            pick("topk", out).decode_(out, wire, self.block, self.kept, alpha, add)
+        return out

@@ -1,0 +1,197 @@
+"""Who averages what: a bucket cut into parts, each with a wire whose layout all ranks know.
+
+    part   [ wire of a tensor's values ][ wire of the next tensor's ] ... [ exempt values, float32 ][ padding ]
+
+One-shot has a single part, two-shot a part for every rank. No block of a codec ever holds values of two tensors.
+Tensors that are exempt from coding travel in the same message, as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradwire.codecs.base import Codec, reduce_, reduced, sum_
+from gradwire.scratch import empty
+
+
+class Run(NamedTuple):
+    """Neighbouring values of a bucket that are treated alike."""
+
+    numel: int
+    exempt: bool
+
+
+class Piece(NamedTuple):
+    """Values of one tensor, and where their wire is within the part's."""
+
+    start: int
+    numel: int
+    at: int
+    wire_bytes: int
+
+
+class Part(NamedTuple):
+    """What one rank averages."""
+
+    pieces: tuple[Piece, ...]
+    exempt: tuple[tuple[int, int], ...]
+    """(start, numel) of the values that travel as they are."""
+    exempt_at: int
+    """Where they begin on the wire."""
+
+    @property
+    def exempt_numel(self) -> int:
+        """How many values travel as they are."""
+        return sum(numel for _, numel in self.exempt)
+
+
+class Plan(NamedTuple):
+    """All parts of a bucket, and the length of a part's wire: the same for all."""
+
+    parts: tuple[Part, ...]
+    wire_bytes: int
+
+
+def plan(runs: tuple[Run, ...], parts: int, codec: Codec) -> Plan:
+    """Deal the runs of a bucket out to `parts` ranks, in equal shares of whole blocks."""
+    return _plan(runs, parts, codec)  # type: ignore[arg-type]  # codecs are frozen
+
+
+@lru_cache(maxsize=4096)
+def _plan(runs: tuple[Run, ...], parts: int, codec: Codec) -> Plan:
+    align = getattr(codec, "align", getattr(codec, "block", 1))
+    coded, exempt = _deal(runs, False, parts, align), _deal(runs, True, parts, 1)
+    made = tuple(_part(pieces, rest, codec) for pieces, rest in zip(coded, exempt, strict=True))
+    return Plan(made, max(part.exempt_at + 4 * part.exempt_numel for part in made))
+
+
+def _deal(runs: Sequence[Run], exempt: bool, parts: int, align: int) -> list[list[tuple[int, int]]]:
+    """The (start, numel) that each part gets, of the runs that are exempt or of those that are not."""
+    units = sum(-(-run.numel // align) for run in runs if run.exempt == exempt)
+    share = max(1, -(-units // parts))
+    dealt: list[list[tuple[int, int]]] = [[] for _ in range(parts)]
+    start, unit = 0, 0
+    for run in runs:
+        at = 0
+        while run.exempt == exempt and at < run.numel:
+            part = unit // share
+            numel = min(run.numel - at, (share * (part + 1) - unit) * align)
+            dealt[part].append((start + at, numel))
+            at, unit = at + numel, unit - (-numel // align)
+        start += run.numel
+    return dealt
+
+
+def _part(coded: list[tuple[int, int]], exempt: list[tuple[int, int]], codec: Codec) -> Part:
+    pieces, at = [], 0
+    for start, numel in coded:
+        pieces.append(Piece(start, numel, at, codec.wire_bytes(numel)))
+        at += pieces[-1].wire_bytes
+    return Part(tuple(pieces), tuple(exempt), at)
+
+
+def encode_part(codec: Codec, flat: Tensor, part: Part, wire: Tensor) -> None:
+    """Write the wire of one part of `flat`."""
+    for piece in part.pieces:
+        codec.encode(_values(flat, piece), out=_wire(wire, piece))
+    _put(wire, part, _exempt(flat, part))
+
+
+def decode_part_(
+    codec: Codec, flat: Tensor, part: Part, wire: Tensor, *, alpha: float = 1.0, add: bool = False
+) -> None:
+    """`flat = alpha * values`, or `flat += alpha * values`, within one part."""
+    for piece in part.pieces:
+        codec.decode_(_values(flat, piece), _wire(wire, piece), alpha=alpha, add=add)
+    if part.exempt:
+        _spread_(flat, part, _travelled(wire, part) * alpha, add)
+
+
+def sum_part_(codec: Codec, flat: Tensor, part: Part, wires: Tensor, alpha: float) -> None:
+    """`flat = alpha * (values of all wires)`, in the order of the wires, within one part."""
+    for piece in part.pieces:
+        sum_(codec, _values(flat, piece), wires.narrow(1, piece.at, piece.wire_bytes), alpha)
+    if part.exempt:
+        _spread_(flat, part, _total([_travelled(wire, part) for wire in wires], alpha), False)
+
+
+def reduce_part(codec: Codec, flat: Tensor, part: Part, wires: Tensor, own: int, alpha: float, wire: Tensor) -> None:
+    """Write the wire of `alpha * (flat + values of all wires but one's own)`, within one part."""
+    for piece in part.pieces:
+        others = wires.narrow(1, piece.at, piece.wire_bytes)
+        reduce_(codec, _wire(wire, piece), _values(flat, piece), others, own, alpha)
+    _put(wire, part, _exempt_total(flat, part, wires, own, alpha))
+
+
+def reduce_part_keeping_loss(
+    codec: Codec, flat: Tensor, part: Part, wires: Tensor, own: int, size: int, wire: Tensor, residual: Tensor
+) -> None:
+    """Like `reduce_part` for the mean over `size` ranks; what the encoding lost goes to `residual`, undivided."""
+    for piece in part.pieces:
+        here, others = _wire(wire, piece), wires.narrow(1, piece.at, piece.wire_bytes)
+        mean = reduced(codec, _values(flat, piece), others, own, 1.0 / size)
+        codec.encode(mean, out=here)
+        _values(residual, piece).copy_(codec.decode_(mean, here, alpha=-1.0, add=True)).mul_(size)
+    _put(wire, part, _exempt_total(flat, part, wires, own, 1.0 / size))
+
+
+def keep_loss_(codec: Codec, flat: Tensor, part: Part, wire: Tensor, residual: Tensor) -> None:
+    """`residual = flat - values of the wire`, within one part; values that travel as they are lose nothing."""
+    for piece in part.pieces:
+        codec.decode_(_values(residual, piece).copy_(_values(flat, piece)), _wire(wire, piece), alpha=-1.0, add=True)
+
+
+def _values(flat: Tensor, piece: Piece) -> Tensor:
+    return flat.narrow(0, piece.start, piece.numel)
+
+
+def _wire(wire: Tensor, piece: Piece) -> Tensor:
+    return wire.narrow(0, piece.at, piece.wire_bytes)
+
+
+def _exempt(flat: Tensor, part: Part) -> Tensor | None:
+    if not part.exempt:
+        return None
+    return torch.cat([flat.narrow(0, start, numel) for start, numel in part.exempt]).float()
+
+
+def _exempt_total(flat: Tensor, part: Part, wires: Tensor, own: int, alpha: float) -> Tensor | None:
+    values = _exempt(flat, part)
+    if values is None:
+        return None
+    others = [_travelled(wire, part) for rank, wire in enumerate(wires) if rank != own]
+    return _total([values, *others], alpha)
+
+
+def _total(values: Sequence[Tensor], alpha: float) -> Tensor:
+    total = values[0] * alpha
+    for other in values[1:]:
+        total.add_(other * alpha)
+    return total
+
+
+def _travelled(wire: Tensor, part: Part) -> Tensor:
+    return wire.narrow(0, part.exempt_at, 4 * part.exempt_numel).view(torch.float32)
+
+
+def _put(wire: Tensor, part: Part, values: Tensor | None) -> None:
+    if values is not None:
+        _travelled(wire, part).copy_(values)
+
+
+def _spread_(flat: Tensor, part: Part, values: Tensor, add: bool) -> None:
+    at = 0
+    for start, numel in part.exempt:
+        there, new = flat.narrow(0, start, numel), values.narrow(0, at, numel)
+        there.add_(new) if add else there.copy_(new)
+        at += numel
+
+
+def new_wires(plan: Plan, like: Tensor) -> Tensor:
+    """Room for the wires of all parts, (parts, bytes)."""
+    return empty((len(plan.parts), plan.wire_bytes), torch.uint8, like.device)

@@ -1,0 +1,262 @@
+"""Few bits a value on the CPU: tile by tile, so that only the first pass over a tile goes to memory.
+
+The kernels of a grid are made with all its numbers as constants: that lets LLVM unroll and vectorise every loop.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from gradwire.kernels.cpu.bits import F32, U8, U32, U64, largest, tree_sum, uniform
+from gradwire.kernels.cpu.hadamard import rotate
+from gradwire.kernels.cpu.llvm import bits_of, float_of, inline, jit, rows_of
+from gradwire.kernels.cpu.planes import pack, unpack
+from gradwire.kernels.grid import REACH, Grid
+
+_REACH, _LAST = F32(REACH), F32(2.0**126)
+_NEAREST, _UP = U32(1 << 18), U32((1 << 19) - 1)
+
+
+def encode_(wire: Tensor, values: Tensor, grid: Grid, seed: int = 0) -> Tensor:
+    """See `gradwire.kernels.torch.levels`."""
+    return reduce_(wire, values, wire.view(1, -1), 0, grid, 1.0, seed)
+
+
+def decode_(out: Tensor, wire: Tensor, grid: Grid, alpha: float, add: bool) -> Tensor:
+    """See `gradwire.kernels.torch.levels`."""
+    return sum_(out, wire.view(1, -1), grid, alpha, add)
+
+
+def sum_(out: Tensor, wires: Tensor, grid: Grid, alpha: float, add: bool = False) -> Tensor:
+    """`out = alpha * values` of the first wire, `+= alpha * values` of every other, in one pass over `out`."""
+    layout = grid.layout(out.numel())
+    _kernels(grid)[1](out.numpy(), *rows_of(wires), layout.tiles, layout.blocks, F32(alpha), add)
+    return out
+
+
+def reduce_(wire: Tensor, own: Tensor, wires: Tensor, skip: int, grid: Grid, alpha: float, seed: int = 0) -> Tensor:
+    """Encode `alpha * own`, `+= alpha * values` of every wire but one: no pass over memory for the sum."""
+    layout = grid.layout(own.numel())
+    sizes = layout.tiles, layout.blocks
+    _kernels(grid)[0](wire.numpy(), own.numpy(), *rows_of(wires), skip, *sizes, F32(alpha), U32(seed & 0xFFFF_FFFF))
+    return wire
+
+
+@functools.cache
+def _kernels(grid: Grid) -> tuple[Any, Any]:
+    g = _constants(grid)
+    bits, block, group, tile = grid.bits, grid.block, grid.hadamard, grid.tile
+
+    @jit
+    def reduce(wire, own, wires, stride, count, skip, tiles, blocks, alpha, seed):
+        x, work, q, tops = _space(tile)
+        y = np.empty(tile, np.float32)
+        for t in range(tiles):
+            width = min(tile, (blocks - 16 * t) * block)
+            there = min(width, own.size - t * tile)
+            if group or there < width or count > 1:
+                _take(x, own, U64(t * tile), there, alpha)
+                for r in range(count):
+                    if r != skip:
+                        unpack(q, wires, U64(r * stride) + _codes_at(t, tiles, blocks, g), width, bits)
+                        _decode_tile(x, U64(0), width, wires, U64(r * stride), t, tiles, q, y, work, alpha, True, g)
+                for i in range(there, width):
+                    x[U64(i)] = F32(0.0)  # what the padding of the wires came to
+                _encode_tile(wire, x, U64(0), width, t, tiles, blocks, x, work, q, tops, seed, g)
+            else:
+                _encode_tile(wire, own, U64(t * tile), width, t, tiles, blocks, x, work, q, tops, seed, g)
+
+    @jit
+    def total(out, wires, stride, count, tiles, blocks, alpha, add):
+        x, work, q, _ = _space(tile)
+        for t in range(tiles):
+            width = min(tile, (blocks - 16 * t) * block)
+            there = min(width, out.size - t * tile)
+            for r in range(count):
+                unpack(q, wires, U64(r * stride) + _codes_at(t, tiles, blocks, g), width, bits)
+                more = add or r > 0
+                if group or there < width:
+                    _decode_tile(x, U64(0), width, wires, U64(r * stride), t, tiles, q, x, work, alpha, False, g)
+                    _put(out, U64(t * tile), x, there, more)
+                else:
+                    _decode_tile(
+                        out, U64(t * tile), width, wires, U64(r * stride), t, tiles, q, x, work, alpha, more, g
+                    )
+
+    return reduce, total
+
+
+def _constants(grid: Grid) -> tuple[Any, ...]:
+    flags = int(grid.fit), int(grid.stochastic)
+    scaling = F32(grid.widest), F32(1.0 / grid.top)
+    coefficients = tuple(map(F32, grid.encoder)), tuple(map(F32, grid.decoder))
+    return grid.bits, grid.block, grid.hadamard, grid.base, *flags, *scaling, *coefficients
+
+
+@inline
+def _space(tile: int) -> Any:
+    """Room for a tile's values, twice, for its codes, and for the largest of each block."""
+    values = np.empty(tile, np.float32), np.empty(tile, np.float32)
+    return values[0], values[1], np.empty(tile, np.uint8), np.empty(16, np.uint32)
+
+
+@inline
+def _codes_at(t: int, tiles: int, blocks: int, g: Any) -> Any:
+    return U64(tiles + blocks + 2 * t * g[0] * g[1])
+
+
+@inline
+def _take(x: Any, v: Any, at: Any, there: int, alpha: Any) -> None:
+    for i in range(there):
+        x[U64(i)] = v[at + U64(i)] * alpha
+
+
+@inline
+def _put(out: Any, at: Any, x: Any, there: int, add: bool) -> None:
+    for i in range(there):
+        out[at + U64(i)] = (out[at + U64(i)] if add else F32(0.0)) + x[U64(i)]
+
+
+@inline
+def _encode_tile(wire, v, at, width, t, tiles, blocks, x, work, q, tops, seed, g):
+    """Encode a tile of `v`. Overwrites `x`, which is `v` where the tile is rotated."""
+    bits, block, group, base, fit, stochastic, widest, inverse_top, encoder, decoder = g
+    exponent = max(np.int64(_tops(tops, v, at, width, block) >> U32(23)), 1)
+    wire[t] = exponent
+    factor = float_of(U32(U32(254 - exponent) << U32(23)) if exponent < 254 else U32(1 << 22))  # 2 ** (127 - exponent)
+    scales = U64(tiles + 16 * t)
+    if exponent == 255:  # inf or NaN: the tile counts as lost
+        for i in range(width):
+            q[U64(i)] = U8(1 << (bits - 1))
+        for j in range(width // block):
+            wire[scales + U64(j)] = 255
+        pack(wire, _codes_at(t, tiles, blocks, g), q, width, bits)
+        return
+    if group:
+        for i in range(width):
+            x[U64(i)] *= factor
+        rotate(x, work, width, group, False)
+        _tops(tops, x, U64(0), width, block)
+        factor = F32(1.0)
+    for j in range(width // block):
+        begin, to = at + U64(j * block), U64(j * block)
+        wanted = float_of(tops[j]) * factor
+        if widest > F32(0.0):
+            wanted = _rms(v, begin, block, factor, work) * widest
+        elif stochastic:
+            wanted = wanted * inverse_top
+        byte = _scale_byte(wanted, base, _UP if stochastic else _NEAREST)
+        inverse = min(F32(1.0) / _scale(byte, base) * factor, _LAST)
+        if stochastic:
+            _by_chance(q, to, v, begin, block, inverse, bits, encoder, decoder, seed, t * 16 * block + j * block)
+        else:
+            _nearest(q, to, v, begin, block, inverse, bits, encoder, widest > F32(0.0))
+        if fit:
+            byte = _scale_byte(_fitted(q, to, v, begin, block, factor, work, bits, decoder), base, _NEAREST)
+        wire[scales + U64(j)] = 255 if tops[j] == U32(0) else byte
+    pack(wire, _codes_at(t, tiles, blocks, g), q, width, bits)
+
+
+@inline
+def _tops(tops, v, at, width, block):
+    """The largest bit pattern of each block, and of the tile."""
+    top = U32(0)
+    for j in range(width // block):
+        tops[j] = largest(v, at + U64(j * block), block)
+        top = max(top, tops[j])
+    return top
+
+
+@inline
+def _rms(v: Any, at: Any, count: int, factor: Any, work: Any) -> Any:
+    for i in range(count):
+        a = v[at + U64(i)] * factor
+        work[U64(i)] = a * a
+    return np.sqrt(tree_sum(work, count) * F32(1.0 / count))
+
+
+@inline
+def _scale_byte(scale, base, rounding):
+    return min(max(base - np.int64(U32(bits_of(scale) + rounding) >> U32(19)), 1), 254)
+
+
+@inline
+def _scale(byte: int, base: int) -> Any:
+    return float_of(U32(U32(base - byte) << U32(19)))
+
+
+@inline
+def _polynomial(x: Any, c: Any) -> Any:
+    z = x * x
+    return (((z * c[3] + c[2]) * z + c[1]) * z + c[0]) * x
+
+
+@inline
+def _nearest(q, to, v, at, count, inverse, bits, encoder, clamped):
+    magic, mask = F32(49152 + (1 << (bits - 1))), U32((1 << bits) - 1)
+    for i in range(count):
+        u = v[at + U64(i)] * inverse
+        if clamped:
+            u = _REACH if u > _REACH else u
+            u = -_REACH if u < -_REACH else u
+        fine = bits_of(_polynomial(u, encoder) + magic)
+        q[to + U64(i)] = U8(U32(U32(fine >> U32(8)) & mask))
+
+
+@inline
+def _by_chance(q, to, v, at, count, inverse, bits, encoder, decoder, seed, position):
+    last, middle = F32((1 << bits) - 2), F32((1 << (bits - 1)) - 0.5)
+    for i in range(count):
+        u = v[at + U64(i)] * inverse
+        below = min(max(np.floor(_polynomial(u, encoder) + middle), F32(0.0)), last)
+        low, high = _polynomial(below - middle, decoder), _polynomial(below + F32(1.0) - middle, decoder)
+        below = below - (F32(1.0) if u < low else F32(0.0)) + (F32(1.0) if u > high else F32(0.0))
+        below = min(max(below, F32(0.0)), last)
+        low, high = _polynomial(below - middle, decoder), _polynomial(below + F32(1.0) - middle, decoder)
+        up = uniform(position + i, seed) < (u - low) / (high - low)
+        q[to + U64(i)] = U8(np.int32(below) + np.int32(up))
+
+
+@inline
+def _fitted(q, to, v, at, count, factor, work, bits, decoder):
+    """The scale that leaves the least error for these codes."""
+    middle = F32((1 << (bits - 1)) - 0.5)
+    for i in range(count):
+        level = _polynomial(F32(np.int32(q[to + U64(i)])) - middle, decoder)
+        work[U64(i)] = abs(v[at + U64(i)] * factor) * abs(level)
+    product = tree_sum(work, count)
+    for i in range(count):
+        level = _polynomial(F32(np.int32(q[to + U64(i)])) - middle, decoder)
+        work[U64(i)] = level * level
+    return product / tree_sum(work, count)
+
+
+@inline
+def _decode_tile(out, at, width, wires, row, t, tiles, q, x, work, alpha, add, g):
+    """`out = alpha * values of the codes in q`, or `+=`; a rotated tile goes by way of `x`."""
+    bits, block, group, base, decoder = g[0], g[1], g[2], g[3], g[9]
+    exponent = wires[row + U64(t)]
+    binade = float_of(U32(U32(exponent) << U32(23))) if exponent != 255 else F32(np.nan)
+    middle = F32((1 << (bits - 1)) - 0.5)
+    for j in range(width // block):
+        byte = np.int64(wires[row + U64(tiles + 16 * t + j)])
+        s = F32(0.0) if byte == 255 else _scale(byte, base)
+        if not group:
+            s = s * binade * alpha
+        c, to = (decoder[0] * s, decoder[1] * s, decoder[2] * s, decoder[3] * s), U64(j * block)
+        for k in range(block):
+            i = to + U64(k)
+            value = _polynomial(F32(np.int32(q[i])) - middle, c)
+            if group:
+                x[i] = value
+            else:
+                out[at + i] = out[at + i] + value if add else value
+    if group:
+        rotate(x, work, width, group, True)
+        for k in range(width):
+            value = x[U64(k)] * (binade * alpha)
+            out[at + U64(k)] = out[at + U64(k)] + value if add else value

@@ -1,0 +1,1 @@
+"""The kernels in torch operations: any device, any floating type, no host synchronisation."""
