@@ -11,7 +11,7 @@ from gradwire import Bucket, ExchangeError, RegisterError, VerifyError
 from gradwire.exchanges import Coded, Exact, Exchange, Noop
 
 from . import models
-from .kit import ALL_SIZES, AVERAGING, FEEDBACK, UNEVEN, Ranks, check
+from .kit import ALL_SIZES, AVERAGING, FEEDBACK, SPECS, UNEVEN, Ranks, check
 from .models import batch, seeded
 from .trial import Trial, assert_near, loss, raised, residuals, same_everywhere
 
@@ -38,7 +38,7 @@ def sent_bytes(exchange: Exchange, bucket: Bucket, size: int) -> float | None:
     return 2 * exchange.plan(bucket, size).wire_bytes * (size - 1)
 
 
-@check(sizes=ALL_SIZES)
+@check(sizes=ALL_SIZES, specs=SPECS)
 def stats_count_what_is_sent(ranks: Ranks) -> None:
     trial = steps(ranks, Trial(ranks, seeded(models.Deep, 3)))
     stats = trial.hook.stats()
@@ -62,7 +62,7 @@ def evaluation_is_no_step(ranks: Ranks) -> None:
     assert trial.hook.steps == 3
 
 
-@check(sizes=ALL_SIZES)
+@check(sizes=ALL_SIZES, specs=SPECS)
 def verify_after_training(ranks: Ranks) -> None:
     trial = steps(ranks, Trial(ranks, seeded(models.Deep, 6), bucket_cap_mb=0.002))
     found = trial.hook.verify()
@@ -100,7 +100,7 @@ def verify_finds_a_parameter_changed_by_hand(ranks: Ranks) -> None:
     assert "1 parameter" in text
 
 
-@check(sizes=UNEVEN)
+@check(sizes=UNEVEN, specs=SPECS)
 def switching_between_steps(ranks: Ranks) -> None:
     trial = Trial(ranks, seeded(models.Deep, 6), bucket_cap_mb=0.002, register={"spec": "exact"})
     steps(ranks, trial, 0, 2)

@@ -12,7 +12,7 @@ from gradwire.testing import RankFailed, spawn_ranks
 
 from .runner import Case, outcome_file, run_checks
 
-SPAWN_TIMEOUT_S = 240.0
+SPAWN_TIMEOUT_S = 420.0
 
 Outcome = Callable[[Case], None]
 

@@ -24,15 +24,24 @@ SIZES = (2,)
 """Where a check runs if nothing else is said; where the number of ranks makes no difference."""
 UNEVEN = (2, 3)
 """One-shot, and two-shot with shards that do not come out even."""
-SPECS = (
-    *EXCHANGES,
+MAIN = (
+    "exact",
+    "noop",
+    "fp16",
+    "bf16",
     "fp16:accumulate=wire",
     "bf16:shots=two",
     "fp16:feedback=true",
     "bf16:shots=one,feedback=true",
+    "int8",
+    "int4:exempt=none",
+    "int2:feedback=true,exempt=none",
 )
-AVERAGING = tuple(spec for spec in SPECS if gradwire.exchange(spec).lanes)
-FEEDBACK = tuple(spec for spec in SPECS if gradwire.exchange(spec).takes_residual)
+"""Every way over the wire, on every number of ranks."""
+SPECS = (*MAIN, *(name for name in EXCHANGES if name not in MAIN))
+"""All there are; the ones that are not in MAIN differ in their codec alone, and run on 2 ranks."""
+AVERAGING = tuple(spec for spec in MAIN if gradwire.exchange(spec).lanes)
+FEEDBACK = tuple(spec for spec in MAIN if gradwire.exchange(spec).takes_residual)
 
 GROUP_TIMEOUT_S = 30.0
 """After this long a check that hangs fails. A check that works takes a small fraction of a second."""
@@ -92,7 +101,7 @@ CHECKS: dict[str, Check] = {}
 
 
 def check(
-    *, sizes: Iterable[int] = SIZES, specs: Iterable[str] = SPECS
+    *, sizes: Iterable[int] = SIZES, specs: Iterable[str] = MAIN
 ) -> Callable[[Callable[[Ranks], None]], Callable[[Ranks], None]]:
     """Add a function to the checks of its module's family."""
 

@@ -7,7 +7,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
 from . import models
-from .kit import ALL_SIZES, AVERAGING, UNEVEN, Ranks, check
+from .kit import ALL_SIZES, AVERAGING, SPECS, UNEVEN, Ranks, check
 from .models import batch, seeded
 from .trial import Trial, same_everywhere, train
 
@@ -42,7 +42,7 @@ def dozens_of_buckets_in_flight(ranks: Ranks) -> None:
     assert len(trial.hook.layouts) >= 24
 
 
-@check(sizes=UNEVEN)
+@check(sizes=UNEVEN, specs=SPECS)
 def dozens_of_buckets_and_chunks(ranks: Ranks) -> None:
     trial = Trial(ranks, seeded(models.Deep, 12, 80), bucket_cap_mb=0.05, register={"chunk_bytes": 8192})
     steps(ranks, trial, 3, width=80)
@@ -135,7 +135,7 @@ def bucket_view_with_an_unused_layer(ranks: Ranks) -> None:
     steps(ranks, Trial(ranks, module, find_unused_parameters=True, gradient_as_bucket_view=True, bucket_cap_mb=0.002))
 
 
-@check(sizes=ALL_SIZES)
+@check(sizes=ALL_SIZES, specs=SPECS)
 def accumulation_under_no_sync(ranks: Ranks) -> None:
     trial = Trial(ranks, seeded(models.Deep, 6), bucket_cap_mb=0.002)
     for step in range(3):

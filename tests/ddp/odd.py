@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from . import models
-from .kit import AVERAGING, UNEVEN, Ranks, check
+from .kit import AVERAGING, SPECS, UNEVEN, Ranks, check
 from .models import WIDTH, batch, seeded
 from .trial import Trial, loss
 
@@ -48,7 +48,7 @@ def float64_parameters(ranks: Ranks) -> None:
         torch.testing.assert_close(trial.emitted[-1], trial.means[-1], rtol=1e-13, atol=1e-13)
 
 
-@check(sizes=UNEVEN)
+@check(sizes=UNEVEN, specs=SPECS)
 def parameters_of_four_types(ranks: Ranks) -> None:
     trial = steps(ranks, seeded(models.MixedTypes))
     assert len(trial.hook.layouts) == 4

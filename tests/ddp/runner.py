@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from . import api, bad, compiled, failures, groups, modes, odd, reference, state  # noqa: F401  importing one adds its checks
-from .kit import CHECKS, GROUP_TIMEOUT_S, Check, Ranks
+from .kit import CHECKS, GROUP_TIMEOUT_S, MAIN, Check, Ranks
 
 Case = tuple[int, str, str]
 """How many ranks, which check, which spec."""
@@ -35,8 +35,13 @@ def cases(family: str) -> list[Case]:
         if made.family == family
         for size in made.sizes
         for spec in made.specs
-        if size == 2 or spec != "bf16:shots=two"  # elsewhere that is what bf16 does anyway
+        if size == 2 or _runs_everywhere(spec)
     ]
+
+
+def _runs_everywhere(spec: str) -> bool:
+    """Beyond 2 ranks `bf16:shots=two` is what bf16 does anyway."""
+    return spec in MAIN and spec != "bf16:shots=two"
 
 
 def run_checks(rank: int, size: int, folder: str, wanted: Sequence[tuple[str, str]]) -> None:

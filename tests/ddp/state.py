@@ -14,7 +14,7 @@ from torch import Tensor
 from gradwire import Hook, StateError
 
 from . import models
-from .kit import FEEDBACK, UNEVEN, Ranks, check
+from .kit import FEEDBACK, SPECS, UNEVEN, Ranks, check
 from .models import batch, seeded
 from .trial import Trial, assert_near, raised, residuals
 
@@ -41,7 +41,7 @@ def go_on(ranks: Ranks, trial: Trial, first: int, count: int) -> Trial:
     return trial
 
 
-@check(sizes=(1, 2, 3))
+@check(sizes=(1, 2, 3), specs=SPECS)
 def resuming_is_exact_to_the_bit(ranks: Ranks) -> None:
     first = trained(ranks)
     saved = through_a_file({"hook": first.hook.state_dict(), "model": first.model.module.state_dict()})

@@ -15,7 +15,7 @@ from .conftest import Case, Outcome
 from .dying import EXIT_CODE, lose_a_rank
 from .runner import cases, name
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(450)
 
 
 @pytest.mark.parametrize("ddp_case", cases("failures"), ids=name)

@@ -7,7 +7,7 @@ import pytest
 from .conftest import Case, Outcome
 from .runner import cases, name
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(450)
 
 
 @pytest.mark.parametrize("ddp_case", cases("modes"), ids=name)

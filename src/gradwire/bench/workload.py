@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from typing import Literal
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from gradwire.bench.text import even_windows, library_text, random_windows
 from gradwire.errors import SpecError
+from gradwire.spec import coerce
 
 BYTES = 256
 
@@ -29,8 +31,10 @@ class WorkloadSettings:
     """Bytes the model sees at once."""
     batch: int = 4
     """Windows of `context` bytes per rank and step."""
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    """AdamW, or SGD with a momentum of 0.9."""
     learning_rate: float = 1e-3
-    """AdamW's, reached after `warmup_steps`."""
+    """Reached after `warmup_steps`."""
     warmup_steps: int = 10
     """Steps over which the learning rate rises linearly."""
     text_bytes: int = 8_000_000
@@ -41,7 +45,9 @@ class WorkloadSettings:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if not value > 0:
+            if field.name == "optimizer":
+                coerce("workload: optimizer", value, Literal["adamw", "sgd"])
+            elif not value > 0:
                 raise SpecError(f"workload: {field.name} must be above 0, got {value!r}")
         if self.width % self.heads:
             raise SpecError(f"workload: width must be a multiple of heads ({self.heads}), got {self.width}")
@@ -105,7 +111,9 @@ class Workload:
             return GPT(self.settings)
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """AdamW."""
+        """As the settings say."""
+        if self.settings.optimizer == "sgd":
+            return torch.optim.SGD(model.parameters(), lr=self.settings.learning_rate, momentum=0.9)
         return torch.optim.AdamW(model.parameters(), lr=self.settings.learning_rate, betas=(0.9, 0.95), fused=True)
 
     def learning_rate(self, step: int) -> float:

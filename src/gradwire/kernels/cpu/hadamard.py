@@ -1,90 +1,91 @@
-"""The Hadamard rotation on the CPU, in the first-level cache: eight rows at a time, in registers."""
+"""The Hadamard rotation on the CPU: 64 values at a time in eight vector registers, written in LLVM's own terms.
+
+The compiler does not find a way to transpose 8 x 8 values in registers by itself; told how, it is ten times as fast.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
 
+from gradwire.kernels.cpu.bits import U64
 from gradwire.kernels.cpu.llvm import inline
 
+_ROW, _INDEX = ir.VectorType(ir.FloatType(), 8), ir.IntType(64)
+
 
 @inline
-def rotate(values: Any, work: Any, width: int, group: int, back: bool) -> None:
-    """Rotate every `group` of the first `width` values, or rotate it back. Overwrites `work`, which is as long."""
-    v, w = values[:width].reshape(width // 64, 64), work[:width].reshape(width // 64, 64)
+def rotate(values: Any, width: int, group: int, back: bool) -> None:
+    """Rotate every `group` of the first `width` values, or rotate it back."""
     norm = np.float32(1.0 / np.sqrt(group))
     if back:
-        _rows(w, v)
-        _transpose(v, w)
-        _rows(v, v)
-        _far(values[:width], group)
-        for i in range(width):
-            values[i] *= norm
-    else:
-        _rows(v, v)
-        _far(values[:width], group)
-        _columns(w, v)
-        for i in range(width):
-            values[i] = work[i] * norm
+        _far(values, width, group)
+    for at in range(0, width, 64):
+        _square(values, U64(at))
+    if not back:
+        _far(values, width, group)
+    for i in range(width):
+        values[U64(i)] *= norm
+
+
+@intrinsic
+def _square(typing_context: Any, values: Any, at: Any) -> Any:
+    """64 values as 8 x 8, in place: butterflies over the rows, transpose, butterflies over the rows."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        array = context.make_array(signature.args[0])(context, builder, args[0])
+        first = builder.bitcast(builder.gep(array.data, [args[1]]), _ROW.as_pointer())
+        places = [builder.gep(first, [ir.Constant(_INDEX, k)]) for k in range(8)]
+        rows = [builder.load(place, align=4) for place in places]
+        rows = _butterflies(builder, _transposed(builder, _butterflies(builder, rows)))
+        for place, row in zip(places, rows, strict=True):
+            builder.store(row, place, align=4)
+        return context.get_dummy_value()
+
+    return types.void(values, at), emit
+
+
+def _butterflies(builder: Any, rows: list[Any]) -> list[Any]:
+    """At distances 1, 2 and 4."""
+    for distance in (1, 2, 4):
+        done = list(rows)
+        for k in range(8):
+            low, high = rows[k & ~distance], rows[k | distance]
+            done[k] = builder.fsub(low, high) if k & distance else builder.fadd(low, high)
+        rows = done
+    return rows
+
+
+def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
+    """Exchange halves at distances 4, 2 and 1."""
+    for distance in (4, 2, 1):
+        done = list(rows)
+        for k in range(8):
+            if not k & distance:
+                low, high = rows[k], rows[k | distance]
+                done[k] = _picked(builder, low, high, [i & ~distance | (8 if i & distance else 0) for i in range(8)])
+                done[k | distance] = _picked(
+                    builder, low, high, [(i | distance) if not i & distance else i + 8 for i in range(8)]
+                )
+        rows = done
+    return rows
+
+
+def _picked(builder: Any, low: Any, high: Any, lanes: list[int]) -> Any:
+    return builder.shuffle_vector(low, high, ir.Constant(ir.VectorType(ir.IntType(32), 8), lanes))
 
 
 @inline
-def _eight(a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any, h: Any) -> Any:
-    """Butterflies at distances 1, 2 and 4."""
-    a, b, c, d, e, f, g, h = a + b, a - b, c + d, c - d, e + f, e - f, g + h, g - h
-    a, c, b, d, e, g, f, h = a + c, a - c, b + d, b - d, e + g, e - g, f + h, f - h
-    return a + e, b + f, c + g, d + h, a - e, b - f, c - g, d - h
-
-
-@inline
-def _rows(out: Any, v: Any) -> None:
-    """Over the rows of every 8 x 8."""
-    for s in range(v.shape[0]):
-        for i in range(8):
-            a, b, c, d, e, f, g, h = _eight(
-                v[s, i], v[s, 8 + i], v[s, 16 + i], v[s, 24 + i], v[s, 32 + i], v[s, 40 + i], v[s, 48 + i], v[s, 56 + i]
-            )
-            out[s, i], out[s, 8 + i], out[s, 16 + i], out[s, 24 + i] = a, b, c, d
-            out[s, 32 + i], out[s, 40 + i], out[s, 48 + i], out[s, 56 + i] = e, f, g, h
-
-
-@inline
-def _columns(out: Any, v: Any) -> None:
-    """Over the columns of every 8 x 8, which is transposed on the way."""
-    for s in range(v.shape[0]):
-        for i in range(8):
-            k = 8 * i
-            a, b, c, d, e, f, g, h = _eight(
-                v[s, k], v[s, k + 1], v[s, k + 2], v[s, k + 3], v[s, k + 4], v[s, k + 5], v[s, k + 6], v[s, k + 7]
-            )
-            out[s, i], out[s, 8 + i], out[s, 16 + i], out[s, 24 + i] = a, b, c, d
-            out[s, 32 + i], out[s, 40 + i], out[s, 48 + i], out[s, 56 + i] = e, f, g, h
-
-
-@inline
-def _transpose(out: Any, v: Any) -> None:
-    for s in range(v.shape[0]):
-        for i in range(8):
-            k = 8 * i
-            out[s, i], out[s, 8 + i], out[s, 16 + i], out[s, 24 + i] = v[s, k], v[s, k + 1], v[s, k + 2], v[s, k + 3]
-            out[s, 32 + i], out[s, 40 + i] = v[s, k + 4], v[s, k + 5]
-            out[s, 48 + i], out[s, 56 + i] = v[s, k + 6], v[s, k + 7]
-
-
-@inline
-def _far(values: Any, group: int) -> None:
-    """Between the 8 x 8 of a group."""
-    if group == 128:
-        v = values.reshape(values.size // 128, 128)
-        for s in range(v.shape[0]):
-            for i in range(64):
-                a, b = v[s, i], v[s, 64 + i]
-                v[s, i], v[s, 64 + i] = a + b, a - b
-    if group == 256:
-        v = values.reshape(values.size // 256, 256)
-        for s in range(v.shape[0]):
-            for i in range(64):
-                a, b, c, d = v[s, i], v[s, 64 + i], v[s, 128 + i], v[s, 192 + i]
-                a, b, c, d = a + b, a - b, c + d, c - d
-                v[s, i], v[s, 64 + i], v[s, 128 + i], v[s, 192 + i] = a + c, b + d, a - c, b - d
+def _far(values: Any, width: int, group: int) -> None:
+    """Between the squares of a group."""
+    for distance in (64, 128):
+        if distance < group:
+            for at in range(0, width, 2 * distance):
+                for i in range(distance):
+                    a, b = values[U64(at + i)], values[U64(at + distance + i)]
+                    values[U64(at + i)] = a + b
+                    values[U64(at + distance + i)] = a - b

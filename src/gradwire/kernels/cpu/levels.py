@@ -54,7 +54,7 @@ def _kernels(grid: Grid) -> tuple[Any, Any]:
     @jit
     def reduce(wire, own, wires, stride, count, skip, tiles, blocks, alpha, seed):
         x, work, q, tops = _space(tile)
-        y = np.empty(tile, np.float32)
+        y, inverses = np.empty(tile, np.float32), np.empty(16, np.float32)
         for t in range(tiles):
             width = min(tile, (blocks - 16 * t) * block)
             there = min(width, own.size - t * tile)
@@ -66,9 +66,9 @@ def _kernels(grid: Grid) -> tuple[Any, Any]:
                         _decode_tile(x, U64(0), width, wires, U64(r * stride), t, tiles, q, y, work, alpha, True, g)
                 for i in range(there, width):
                     x[U64(i)] = F32(0.0)  # what the padding of the wires came to
-                _encode_tile(wire, x, U64(0), width, t, tiles, blocks, x, work, q, tops, seed, g)
+                _encode_tile(wire, x, U64(0), width, t, tiles, blocks, x, work, q, tops, inverses, seed, g)
             else:
-                _encode_tile(wire, own, U64(t * tile), width, t, tiles, blocks, x, work, q, tops, seed, g)
+                _encode_tile(wire, own, U64(t * tile), width, t, tiles, blocks, x, work, q, tops, inverses, seed, g)
 
     @jit
     def total(out, wires, stride, count, tiles, blocks, alpha, add):
@@ -122,7 +122,7 @@ def _put(out: Any, at: Any, x: Any, there: int, add: bool) -> None:
 
 
 @inline
-def _encode_tile(wire, v, at, width, t, tiles, blocks, x, work, q, tops, seed, g):
+def _encode_tile(wire, v, at, width, t, tiles, blocks, x, work, q, tops, inverses, seed, g):
     """Encode a tile of `v`. Overwrites `x`, which is `v` where the tile is rotated."""
     bits, block, group, base, fit, stochastic, widest, inverse_top, encoder, decoder = g
     exponent = max(np.int64(_tops(tops, v, at, width, block) >> U32(23)), 1)
@@ -139,25 +139,28 @@ def _encode_tile(wire, v, at, width, t, tiles, blocks, x, work, q, tops, seed, g
     if group:
         for i in range(width):
             x[U64(i)] *= factor
-        rotate(x, work, width, group, False)
+        rotate(x, width, group, False)
         _tops(tops, x, U64(0), width, block)
         factor = F32(1.0)
-    for j in range(width // block):
-        begin, to = at + U64(j * block), U64(j * block)
+    for j in range(width // block):  # apart from the next loop, so that the processor can work on several at once
         wanted = float_of(tops[j]) * factor
         if widest > F32(0.0):
-            wanted = _rms(v, begin, block, factor, work) * widest
+            wanted = _rms(v, at + U64(j * block), block, factor, work) * widest
         elif stochastic:
             wanted = wanted * inverse_top
         byte = _scale_byte(wanted, base, _UP if stochastic else _NEAREST)
-        inverse = min(F32(1.0) / _scale(byte, base) * factor, _LAST)
-        if stochastic:
-            _by_chance(q, to, v, begin, block, inverse, bits, encoder, decoder, seed, t * 16 * block + j * block)
-        else:
-            _nearest(q, to, v, begin, block, inverse, bits, encoder, widest > F32(0.0))
-        if fit:
-            byte = _scale_byte(_fitted(q, to, v, begin, block, factor, work, bits, decoder), base, _NEAREST)
         wire[scales + U64(j)] = 255 if tops[j] == U32(0) else byte
+        inverse = F32(1.0) / _scale(byte, base) * factor
+        inverses[j] = inverse if inverse < _LAST else _LAST
+    for j in range(width // block):
+        begin, to = at + U64(j * block), U64(j * block)
+        if stochastic:
+            _by_chance(q, to, v, begin, block, inverses[j], bits, encoder, decoder, seed, t * 16 * block + j * block)
+        else:
+            _nearest(q, to, v, begin, block, inverses[j], bits, encoder, widest > F32(0.0))
+        if fit and tops[j]:
+            fitted = _fitted(q, to, v, begin, block, factor, work, bits, decoder)
+            wire[scales + U64(j)] = _scale_byte(fitted, base, _NEAREST)
     pack(wire, _codes_at(t, tiles, blocks, g), q, width, bits)
 
 
@@ -212,13 +215,19 @@ def _by_chance(q, to, v, at, count, inverse, bits, encoder, decoder, seed, posit
     last, middle = F32((1 << bits) - 2), F32((1 << (bits - 1)) - 0.5)
     for i in range(count):
         u = v[at + U64(i)] * inverse
-        below = min(max(np.floor(_polynomial(u, encoder) + middle), F32(0.0)), last)
+        below = _clamped(np.floor(_polynomial(u, encoder) + middle), last)
         low, high = _polynomial(below - middle, decoder), _polynomial(below + F32(1.0) - middle, decoder)
         below = below - (F32(1.0) if u < low else F32(0.0)) + (F32(1.0) if u > high else F32(0.0))
-        below = min(max(below, F32(0.0)), last)
+        below = _clamped(below, last)
         low, high = _polynomial(below - middle, decoder), _polynomial(below + F32(1.0) - middle, decoder)
         up = uniform(position + i, seed) < (u - low) / (high - low)
         q[to + U64(i)] = U8(np.int32(below) + np.int32(up))
+
+
+@inline
+def _clamped(code: Any, last: Any) -> Any:
+    code = code if code > F32(0.0) else F32(0.0)
+    return code if code < last else last
 
 
 @inline
@@ -256,7 +265,7 @@ def _decode_tile(out, at, width, wires, row, t, tiles, q, x, work, alpha, add, g
             else:
                 out[at + i] = out[at + i] + value if add else value
     if group:
-        rotate(x, work, width, group, True)
+        rotate(x, width, group, True)
         for k in range(width):
             value = x[U64(k)] * (binade * alpha)
             out[at + U64(k)] = out[at + U64(k)] + value if add else value

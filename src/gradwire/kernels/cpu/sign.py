@@ -63,14 +63,14 @@ def _kernels(block: int) -> tuple[Any, Any]:
 @inline
 def _encode_block(signs, to, v, at, block, work):
     eighth, share = block // 8, F32(1.0 / block)
-    for i in range(block):
-        work[U64(i)] = abs(v[at + U64(i)]) * share
+    for i in range(block // 2):  # the first step of the tree
+        work[U64(i)] = abs(v[at + U64(i)]) * share + abs(v[at + U64(block // 2 + i)]) * share
     for i in range(eighth):
         byte = U32(0)
         for k in range(8):
             byte |= U32(U32(bits_of(v[at + U64(k * eighth + i)]) >> U32(31)) << U32(k))
         signs[to + U64(i)] = U8(byte)
-    return tree_sum(work, block)
+    return tree_sum(work, block // 2)
 
 
 @inline

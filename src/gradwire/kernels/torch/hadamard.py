@@ -1,6 +1,6 @@
 """The Hadamard rotation: spreads outliers over their group, so that all values look normal and equally large.
 
-    groups of n:  butterflies at distances 8, 16, ..., n/2;  transpose every 8 x 8;  butterflies at 8, 16, 32
+    every 8 x 8:  butterflies at distances 8, 16, 32;  transpose;  the same butterflies;  then at 64 and 128
 
 That is the usual transform with its coefficients in another order, chosen so that no butterfly is closer than 8.
 """
@@ -11,19 +11,21 @@ import math
 
 from torch import Tensor, stack
 
-NEAR = (8, 16, 32)
+NEAR, FAR = (8, 16, 32), (64, 128)
 
 
 def hadamard(values: Tensor, group: int) -> Tensor:
     """Rotate each `group` (64, 128 or 256) of the last dimension; norms stay as they are."""
-    values = _transposed(_butterflies(values, _far(group)))
-    return _butterflies(values, NEAR) * norm(group)
+    return _butterflies(_squares(values), _far(group)) * norm(group)
 
 
 def inverse_hadamard(values: Tensor, group: int) -> Tensor:
     """Rotate back."""
-    values = _transposed(_butterflies(values, NEAR))
-    return _butterflies(values, _far(group)) * norm(group)
+    return _squares(_butterflies(values, _far(group))) * norm(group)
+
+
+def _squares(values: Tensor) -> Tensor:
+    return _butterflies(_transposed(_butterflies(values, NEAR)), NEAR)
 
 
 def norm(group: int) -> float:
@@ -32,7 +34,7 @@ def norm(group: int) -> float:
 
 
 def _far(group: int) -> tuple[int, ...]:
-    return tuple(2**i for i in range(3, group.bit_length() - 1))
+    return tuple(distance for distance in FAR if distance < group)
 
 
 def _butterflies(values: Tensor, distances: tuple[int, ...]) -> Tensor:
