@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+from gradwire.bucket import make_bucket
 from gradwire.errors import SpecError
 from gradwire.exchanges import EXCHANGES, Coded, Exact, exchange
+from gradwire.exchanges.allocate import widths_of
 from gradwire.testing import thread_ranks
 from gradwire.testing.contracts import EXCHANGE_CHECKS, gaussian
 
@@ -17,6 +19,15 @@ SPECS = [
     "fp16:feedback=true",
     "bf16:shots=one,feedback=true",
     "bf16:shots=two,feedback=true",
+    "int8:rounding=stochastic",
+    "int8:shots=one,feedback=true",
+    "int4:exempt=none,feedback=true",
+    "int2:feedback=true",
+    "sign:feedback=true",
+    "topk:feedback=false",
+    "int4:hadamard=64",
+    "int4:allocate=true",
+    "int3:allocate=true,exempt=none,fairness=1.0",
 ]
 
 
@@ -36,6 +47,60 @@ def test_spec_round_trips(spec):
     assert str(exchange(str(made))) == str(made)
 
 
+def _averages(rank, spec, steps, numel=20_000):
+    """What `steps` steps on the same gradients give, whose second half is 1000 times smaller."""
+    hook, means = rank.hook(exchange(spec)), []
+    for _ in range(steps):
+        values = gaussian(numel, seed=rank.rank)
+        values[numel // 2 :] *= 1e-3
+        bucket = make_bucket([values.view(100, -1)])
+        hook.begin(bucket)
+        hook.mean(bucket).wait()
+        means.append(bucket.flat.clone())
+    return means, hook.stats().sent_bytes, hook.state_dict()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_allocation_pays_from_the_second_step_on(size):
+    """Bits go where the energy is: less error for the same bytes, the same bits on all ranks."""
+    inputs = [gaussian(20_000, seed=rank) for rank in range(size)]
+    exact = torch.stack(inputs).mean(0)
+    exact[10_000:] *= 1e-3
+    outcomes = thread_ranks(size, lambda rank: _averages(rank, "int4:allocate=true,fairness=1.0", 3))
+    means, sent, _ = outcomes[0]
+    errors = [float((mean - exact).norm()) for mean in means]
+    assert errors[1] < errors[0] / 2
+    assert all(torch.equal(mean, means[2]) for (*_, mean), _, _ in outcomes)
+    plain = thread_ranks(size, lambda rank: _averages(rank, "int4", 1))[0][1]
+    assert sent <= 1.05 * plain
+
+
+def test_allocation_resumes_to_the_bit():
+    def resumed(rank):
+        state = _averages(rank, "int4:allocate=true", 2)[2]
+        hook = rank.hook(exchange("int4:allocate=true"))
+        hook.load_state_dict(state)
+        values = gaussian(20_000, seed=rank.rank)
+        values[10_000:] *= 1e-3
+        bucket = make_bucket([values.view(100, -1)])
+        hook.mean(bucket).wait()
+        return bucket.flat
+
+    whole = thread_ranks(2, lambda rank: _averages(rank, "int4:allocate=true", 3)[0][2])
+    assert torch.equal(thread_ranks(2, resumed)[0], whole[0])
+
+
+@pytest.mark.parametrize("fairness", [0.0, 0.5, 1.0])
+def test_widths_spend_the_budget(fairness):
+    energy = gaussian(1000).square() * 10.0 ** gaussian(1000, seed=1)
+    widths = widths_of(energy, 4, fairness)
+    assert 3.9 * 1000 <= int(widths.sum()) <= 4000
+    assert set(widths.tolist()) <= {1, 2, 3, 4, 5, 6, 8}
+    order = energy.argsort()
+    assert fairness == 0 or (widths[order].diff() >= 0).all()
+    assert fairness != 0 or (widths == 4).all()
+
+
 def test_options_override_the_spec():
     assert exchange("fp16", accumulate="wire") == exchange("fp16:accumulate=wire")
     assert exchange("fp16:feedback=true", feedback=False) == exchange("fp16")
@@ -52,6 +117,19 @@ def test_options_override_the_spec():
         ("fp16:feedback", "not of the form option=value"),
         ("fp16:shots=one,shots=two", "given twice"),
         ("fp16:accumulate=wire,feedback=true", "takes neither feedback nor shots"),
+        ("int8:block=100", "block must be a power of two from 8 to 4096, got 100"),
+        ("int8:block=0", "block must be a power of two"),
+        ("int4:block=-64", "block must be a power of two"),
+        ("topk:ratio=0", r"ratio must be in \(0, 1\], got 0"),
+        ("topk:ratio=2", r"ratio must be in \(0, 1\], got 2"),
+        ("int6:codebook=lloyd", "codebook must be one of trained, uniform"),
+        ("int4:hadamard=100", "hadamard must be one of 0, 64, 128, 256"),
+        ("int4:block=8,hadamard=256", "needs blocks of 16 values or more"),
+        ("int4:exempt=(", "exempt must be auto, none or a pattern"),
+        ("int8:allocate=true", "allocate=true is for int2 to int6"),
+        ("int4:allocate=true,feedback=true", "without feedback"),
+        ("int4:allocate=true,fairness=2", "fairness must be from 0 to 1"),
+        ("int8:accumulate=wire", "accumulate=wire is for wires the backend can sum"),
         ("exact:block=4", "unknown option 'block'"),
         ("", "has no name"),
         (":a=1", "has no name"),

@@ -37,6 +37,9 @@ class Segment:
     """Length in the bucket's (real) elements."""
 
 
+Memory = dict[str, dict[str, Tensor]]
+
+
 @dataclass(frozen=True, slots=True)
 class Bucket:
     """Gradients of some parameters, back to back in one flat tensor. Averaging happens in place, in `flat`."""
@@ -47,6 +50,8 @@ class Bucket:
     is_last: bool
     step: int = 0
     """How many steps came before; it seeds what is random."""
+    memory: Memory | None = None
+    """What an exchange remembers of each parameter, by name; the same on all ranks. None: it may remember nothing."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -70,7 +75,14 @@ class Bucket:
             return [self]
         starts = range(0, self.flat.numel(), numel)
         return [
-            Bucket(self.index, self.flat[at : at + numel], cut(self.segments, at, at + numel), self.is_last, self.step)
+            Bucket(
+                self.index,
+                self.flat[at : at + numel],
+                cut(self.segments, at, at + numel),
+                self.is_last,
+                self.step,
+                self.memory,
+            )
             for at in starts
         ]
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from gradwire.bucket import Memory
 from gradwire.errors import StateError
 
 VERSION = 1
@@ -18,9 +20,20 @@ MERGED = -1
 """The `rank` of a state that holds the sum over all ranks."""
 
 
-def pack(hook: str, step: int, rank: int, size: int, residuals: dict[str, Tensor]) -> dict[str, Any]:
-    """The state of one rank, or of all (`rank` is MERGED)."""
-    return {"version": VERSION, "hook": hook, "step": step, "rank": rank, "size": size, "residuals": residuals}
+def pack(
+    hook: str, step: int, rank: int, size: int, residuals: dict[str, Tensor], memory: Memory | None = None
+) -> dict[str, Any]:
+    """The state of one rank, or of all (`rank` is MERGED). `memory` is the same on all ranks."""
+    state = {"version": VERSION, "hook": hook, "step": step, "rank": rank, "size": size, "residuals": residuals}
+    return {**state, "memory": copy_of(memory or {}, None)}
+
+
+def copy_of(memory: Mapping[str, Mapping[str, Tensor]], device: torch.device | None) -> Memory:
+    """A copy of its own, on a device."""
+    return {
+        name: {key: value.detach().clone().to(device or value.device) for key, value in kept.items()}
+        for name, kept in memory.items()
+    }
 
 
 def unpack(states: Sequence[Mapping[str, Any]], rank: int, size: int) -> tuple[int, dict[str, Tensor]]:
@@ -36,6 +49,14 @@ def unpack(states: Sequence[Mapping[str, Any]], rank: int, size: int) -> tuple[i
     _check_whole(states, rank, size)
     names = sorted({name for own in kept for name in own})
     return step, {name: sum(own[name] for own in kept if name in own) / size for name in names}
+
+
+def check_names(memory: Mapping[str, Any], params: Iterable[tuple[str, Tensor]]) -> None:
+    """Refuse what was remembered of another model."""
+    known = {name for name, _ in params}
+    wrong = [name for name in memory if known and name not in known]
+    if wrong:
+        raise StateError(f"the checkpoint is of another model; it remembers {', '.join(wrong)}, which are not here")
 
 
 def check_shapes(residuals: Mapping[str, Tensor], params: Iterable[tuple[str, Tensor]]) -> None:

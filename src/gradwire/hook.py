@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from gradwire import checkpoint, kernels
-from gradwire.bucket import Bucket, Segment
+from gradwire.bucket import Bucket, Memory, Segment
 from gradwire.comm import Comm, gather_texts
 from gradwire.errors import ExchangeError, RegisterError
 from gradwire.exchanges import Exact, Exchange, exchange
@@ -46,6 +46,7 @@ class Hook:
         self._chunk_bytes = chunk_bytes
         self._params = params
         self._residuals = Residuals()
+        self._memory: Memory = {}
         self._meter = Meter()
         self._close = weakref.finalize(self, runner.close)
         self._enter(exchange)
@@ -66,7 +67,7 @@ class Hook:
         if self.size == 1 or self.exchange.lanes == 0 or bucket.flat.numel() == 0:
             self._check_open()
             return _done(bucket.flat)
-        bucket = dataclasses.replace(bucket, step=self.steps)
+        bucket = dataclasses.replace(bucket, step=self.steps, memory=self._memory)
         return self.runner.submit(self._jobs(bucket, scale), bucket.flat, self._meter.add)
 
     def try_out(self, bucket: Bucket) -> None:
@@ -145,7 +146,7 @@ class Hook:
         if merged:
             self._merge_(residuals)
         rank = checkpoint.MERGED if merged else self.rank
-        return checkpoint.pack(str(self.exchange), self.steps, rank, self.size, residuals)
+        return checkpoint.pack(str(self.exchange), self.steps, rank, self.size, residuals, self._memory)
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Go on from a checkpoint: this rank's own state, a merged one, or the list of all ranks' states.
@@ -153,11 +154,12 @@ class Hook:
         Only the sum of the residuals over the ranks matters, so on another number of ranks each starts from
         sum / ranks. Refused states leave the hook as it was.
         """
-        step, residuals = checkpoint.unpack(
-            [state] if isinstance(state, Mapping) else list(state), self.rank, self.size
-        )
+        states = [state] if isinstance(state, Mapping) else list(state)
+        step, residuals = checkpoint.unpack(states, self.rank, self.size)
         checkpoint.check_shapes(residuals, self._params())
+        checkpoint.check_names(states[0].get("memory", {}), self._params())
         self._residuals.load({name: value.to(self.device) for name, value in residuals.items()})
+        self._memory = checkpoint.copy_of(states[0].get("memory", {}), self.device)
         self._meter.total_steps = step
 
     def close(self) -> None:

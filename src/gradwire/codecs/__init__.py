@@ -25,13 +25,23 @@ CODECS: Mapping[str, Any] = MappingProxyType(
 )
 
 __all__ = [
+    "BF16",
     "CODECS",
     "Codec",
+    "FP8",
+    "FP16",
+    "Int2",
+    "Int3",
+    "Int4",
+    "Int5",
+    "Int6",
+    "Int8",
     "NamedCodec",
+    "Sign",
+    "TopK",
     "check_wire",
     "codec",
     "decode",
-    *(codec.__name__ for codec in CODECS.values()),
 ]
 
 

@@ -19,6 +19,7 @@ from gradwire.codecs.base import reduce_, sum_
 from gradwire.comm import Comm
 from gradwire.errors import SpecError
 from gradwire.exchanges.all_reduce import all_reduce_
+from gradwire.exchanges.allocate import BLOCK, CODECS, allocated_mean_
 from gradwire.exchanges.one_shot import one_shot_
 from gradwire.exchanges.plan import Plan, Run, plan
 from gradwire.exchanges.two_shot import two_shot_
@@ -46,6 +47,11 @@ class Coded:
     exempt: str | None = None
     """Tensors that travel in float32: `auto` (one dimension, or under 1024 values), `none`, or a pattern of names such
     as `norm|bias|head`. By default `auto` for codecs of 6 bits or less."""
+    allocate: bool = False
+    """Give each 256 values a width of 1 to 8 bits of their own, by their past energy; as many on average (int2 to int6,
+    on the CPU)."""
+    fairness: float = 0.5
+    """For `allocate`: 1 is best for the gradient as a whole; less leaves more to tensors with little energy; 0 to 1."""
 
     def __post_init__(self) -> None:
         name = self.codec.name
@@ -58,6 +64,10 @@ class Coded:
             )
         if self.accumulate == "wire" and (self.feedback or self.shots != "auto" or self.exempt != "none"):
             raise SpecError(f"{name}: accumulate=wire takes neither feedback nor shots nor exempt; use accumulate=fp32")
+        if self.allocate and (not 2 <= getattr(self.codec, "bits", 0) <= 6 or self.feedback):
+            raise SpecError(f"{name}: allocate=true is for int2 to int6, without feedback")
+        if not 0.0 <= self.fairness <= 1.0:
+            raise SpecError(f"{name}: fairness must be from 0 to 1, got {self.fairness}")
         try:
             re.compile(self.exempt or "")
         except re.error as error:
@@ -76,7 +86,7 @@ class Coded:
     @property
     def align(self) -> int:
         """Whole blocks of the codec."""
-        return int(getattr(self.codec, "align", getattr(self.codec, "block", 1)))
+        return BLOCK if self.allocate else int(getattr(self.codec, "align", getattr(self.codec, "block", 1)))
 
     def chunk_bytes(self, size: int) -> int:
         """1 MB a rank, up to 4: smaller ones cost more wake-ups than they hide, larger ones leave the wire idle."""
@@ -84,7 +94,7 @@ class Coded:
 
     def bound(self, size: int) -> float:
         """One encoding for one-shot, two for two-shot; for `accumulate=wire` one more for each addition."""
-        error = self.codec.bound
+        error = 1.0 if self.allocate else self.codec.bound
         if self.accumulate == "wire":
             return 1.01 * size * error + size * 2.0**-23
         total = error if self._one_shot(size) else error + error * (1.0 + error)
@@ -99,6 +109,11 @@ class Coded:
             all_reduce_(flat, comm, self.codec.wire_dtype)
             return
         one, codec = self._one_shot(comm.size), self._seeded(bucket, comm.rank)
+        if self.allocate:
+            exempt = [self._exempts(segment) for segment in bucket.segments]
+            bits = codec.bits  # type: ignore[attr-defined]
+            allocated_mean_(bucket, comm, bits, self.fairness, exempt, one)
+            return
         with fed_back(flat, residual):
             exchange_ = one_shot_ if one else two_shot_
             exchange_(flat, self.plan(bucket, 1 if one else comm.size), codec, comm, residual)
@@ -112,12 +127,15 @@ class Coded:
 
     def warm_up(self, device: torch.device) -> None:
         """Use the kernels once, so that no step waits for a compiler."""
-        values = torch.ones(2 * self.align + 1, device=device)
-        wire = self.codec.encode(values)
-        for add in (False, True):
-            self.codec.decode_(values, wire, add=add)
-        sum_(self.codec, values, torch.stack([wire, wire]), 0.5)
-        reduce_(self.codec, wire, values, torch.stack([wire, wire]), 0, 0.5)
+        if self.allocate and device.type != "cpu":
+            raise SpecError(f"{self.codec.name}: allocate=true works on the CPU only, the model is on {device}")
+        for codec in CODECS.values() if self.allocate else [self.codec]:
+            values = torch.ones(2 * self.align + 1, device=device)
+            wire = codec.encode(values)
+            for add in (False, True):
+                codec.decode_(values, wire, add=add)
+            sum_(codec, values, torch.stack([wire, wire]), 0.5)
+            reduce_(codec, wire, values, torch.stack([wire, wire]), 0, 0.5)
 
     def check(self, params: Sequence[tuple[str, Tensor]]) -> None:
         """Look at the model once: a pattern must leave something to code, and should find something."""

@@ -19,7 +19,7 @@ _ROW, _INDEX = ir.VectorType(ir.FloatType(), 8), ir.IntType(64)
 
 
 @inline
-def rotate(values: Any, width: int, group: int, back: bool) -> None:
+def rotate(values, width, group, back):
     """Rotate every `group` of the first `width` values, or rotate it back."""
     norm = np.float32(1.0 / np.sqrt(group))
     if back:
