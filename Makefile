@@ -45,6 +45,8 @@ types: setup
 	$(BIN)/mypy
 
 bench: setup
+	$(BIN)/python benchmarks/kernels.py --out .benchmarks/kernels.jsonl
+	$(BIN)/python benchmarks/error.py
 	$(BIN)/python benchmarks/shaped.py --bucket-mb 4 --out .benchmarks/shaped.jsonl
 
 soak: setup

@@ -1,0 +1,106 @@
+"""The benchmark scripts work: their parts, on sizes that say nothing about speed."""
+
+import dataclasses
+import itertools
+import xml.etree.ElementTree as ET
+
+import pytest
+import torch
+from benchmarks import error, kernels
+
+from gradwire.bench.workload import WorkloadSettings
+from gradwire.codecs import CODECS
+
+TINY = WorkloadSettings(layers=1, width=32, heads=2, context=16, batch=2, text_bytes=50_000)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    """More would only wait for each other on sizes like these."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def snapshots():
+    return error.gradients(TINY, [0, 2], workers=3)
+
+
+def test_kernels_are_timed_next_to_memcpy():
+    records = list(kernels.measured(["int8", "sign"], numel=5000, repeats=3))
+    assert [(r["codec"], r["kernel"]) for r in records] == [
+        ("int8", "encode"),
+        ("int8", "decode-add"),
+        ("int8", "reduce 4 ranks"),
+        ("sign", "encode"),
+        ("sign", "decode-add"),
+    ]
+    assert all(len(kernels.multiples(r)) == 3 and min(r["memcpy_s"] + r["kernel_s"]) > 0 for r in records)
+    assert kernels.copy_speed(records) > 0
+
+
+def test_a_missed_goal_is_marked_and_a_rotation_is_charged_for_what_it_adds():
+    plain = {"codec": "int4", "kernel": "encode", "memcpy_s": [1.0, 2.0], "kernel_s": [3.0, 6.0], "goal": 2.0}
+    assert kernels.line(plain).endswith("<= 2.0  MISSED")
+    assert "MISSED" not in kernels.line({**plain, "goal": None})
+    rotated = {**plain, "codec": "int4:hadamard=64", "kernel_s": [5.0, 10.0], "goal": None}
+    (extra,) = kernels.extras([plain, rotated])
+    assert extra["extra"] == 2.0
+    assert "MISSED" not in kernels.line(extra)
+    assert {kernels.goal(name, "encode") for name in CODECS} == {0.8, 1.0, 2.0, None}
+
+
+def test_snapshots_hold_every_workers_own_gradient(snapshots):
+    flats, parts = snapshots[0]
+    assert flats.shape == (3, parts[-1].stop)
+    assert not torch.equal(flats[0], flats[1])
+    assert not torch.equal(flats[0], snapshots[1].flats[0])
+    assert 1 / 3 < snapshots[0].kappa() <= 1.01
+
+
+@pytest.mark.parametrize("scheme", [s for s in error.schemes() if s.kind != "variant"], ids=lambda scheme: scheme.name)
+def test_errors_are_ordered(scheme, snapshots):
+    row = error.measured(scheme, snapshots)
+    assert 0 < row.one < row.two * 1.01
+    assert row.two < 2
+    assert 0.3 < row.bits < 18
+    assert row.single < 1
+
+
+def test_few_bits_leave_small_tensors_exact(snapshots):
+    flats, parts = snapshots[0]
+    sent = error.coded("int2", "default").sent(flats[0], parts)
+    same = [torch.equal(sent[a:b], flats[0][a:b]) for a, b, _ in parts]
+    assert same == [part.exempt for part in parts]
+    assert any(same)
+    assert not all(same)
+
+
+def test_emulations_keep_what_their_formats_hold():
+    held = torch.tensor([6.0, -4.0, 3.0, 2.0, -1.5, 1.0, 0.5, 0.0]).repeat(5)
+    assert torch.equal(error.mxfp4(held), held)
+    assert torch.equal(error.mxfp8(held), held)
+    assert torch.equal(error.mxfp4(held * 2**-20), held * 2**-20)
+    steps = torch.arange(-100.0, 156.0)
+    torch.testing.assert_close(error.one_scale(steps), steps)
+
+
+def test_page_and_plot(snapshots):
+    scheme = error.coded("int8", "default")
+    row = error.measured(scheme, snapshots)
+    bad = dataclasses.replace(row, two=1.0)
+    text = error.page(error.described(TINY, [0, 2], snapshots), [row, bad], [["sign", "0.36", "0.36", "1.0", "met"]])
+    assert "MISSED 1.0e-04" in text
+    assert max(map(len, text.splitlines())) <= 120
+    root = ET.fromstring(error.plot([row.point(), ("other & more", "emulated", 4.0, 1e-2)]))
+    assert root.tag.endswith("svg")
+    assert "other & more" in "".join(root.itertext())
+
+
+def test_labels_of_a_crowd_do_not_overlap():
+    taken = [error.around(400, 300, 6)]
+    for _ in range(6):
+        taken.append(error.place(400, 300, 60, taken)[2])
+    assert not any(error.overlap(a, b) for a, b in itertools.combinations(taken, 2))
