@@ -14,8 +14,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradwire.codecs.base import new_wire, reduced
+from gradwire.codecs.base import new_wire
 from gradwire.kernels import pick
+from gradwire.scratch import empty
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +51,21 @@ class FP16:
 
     def sum_(self, out: Tensor, wires: Tensor, alpha: float) -> Tensor:
         """All wires in one pass."""
-        factors = wires.narrow(1, 0, 4).view(torch.float32).view(-1) * alpha
-        halves = wires.narrow(1, 4, 2 * out.numel()).view(torch.float16)
-        pick("half", out).sum_fp16_(out, halves, factors)
+        pick("half", out).sum_fp16_(out, *_rows(wires, out.numel(), alpha))
         return out
 
     def reduce_(self, wire: Tensor, own: Tensor, wires: Tensor, skip: int, alpha: float) -> Tensor:
-        """The scale of the sum is known only when the sum is."""
-        return self.encode(reduced(self, own, wires, skip, alpha), out=wire)
+        """Sum in one pass. Its scale is known only then."""
+        halves, factors = _rows(wires, own.numel(), alpha)
+        total = empty(own.shape, torch.float64 if own.dtype == torch.float64 else torch.float32, own.device)
+        pick("half", own).reduced_fp16_(total, own, halves, skip, factors, alpha)
+        return self.encode(total, out=wire)
+
+
+def _rows(wires: Tensor, numel: int, alpha: float) -> tuple[Tensor, Tensor]:
+    """The halves on all wires, and the factor of each."""
+    factors = wires.narrow(1, 0, 4).view(torch.float32).reshape(-1) * alpha
+    return wires.narrow(1, 4, 2 * numel).view(torch.float16), factors
 
 
 def _scale(wire: Tensor) -> Tensor:

@@ -55,6 +55,14 @@ def sum_fp16_(out: Tensor, wires: Tensor, factors: Tensor) -> Tensor:
     return out
 
 
+def reduced_fp16_(out: Tensor, own: Tensor, wires: Tensor, skip: int, factors: Tensor, alpha: float) -> Tensor:
+    """See `gradwire.kernels.torch.half`."""
+    patterns, stride, count = rows_of(wires.view(torch.int16))
+    others = patterns.view(np.uint16), stride, count, skip, factors.contiguous().numpy()
+    _reduced_fp16(out.numpy(), own.numpy(), *others, np.float32(alpha))
+    return out
+
+
 def reduce_bf16_(wire: Tensor, own: Tensor, wires: Tensor, skip: int, alpha: float) -> Tensor:
     """See `gradwire.kernels.torch.half`."""
     patterns, stride, count = rows_of(wires.view(torch.int16))
@@ -165,11 +173,24 @@ def _add_row(out, to, patterns, begin, count, alpha, add):
 def _sum_fp16(out, patterns, stride, count, factors):
     for at in range(0, out.size, _TILE):
         there = min(_TILE, out.size - at)
+        for i in range(there):
+            out[U64(at + i)] = half_to_float(patterns[U64(at + i)]) * factors[0]
+        for r in range(1, count):
+            _add_halves(out, U64(at), patterns, U64(r * stride + at), there, factors[r])
+
+
+@jit
+def _reduced_fp16(out, own, patterns, stride, count, skip, factors, alpha):
+    for at in range(0, out.size, _TILE):
+        there = min(_TILE, out.size - at)
+        for i in range(there):
+            out[U64(at + i)] = own[U64(at + i)] * alpha
         for r in range(count):
-            factor, begin = factors[r], U64(r * stride + at)
-            if r:
-                for i in range(there):
-                    out[U64(at + i)] += half_to_float(patterns[begin + U64(i)]) * factor
-            else:
-                for i in range(there):
-                    out[U64(at + i)] = half_to_float(patterns[begin + U64(i)]) * factor
+            if r != skip:
+                _add_halves(out, U64(at), patterns, U64(r * stride + at), there, factors[r])
+
+
+@inline
+def _add_halves(out, to, patterns, begin, count, factor):
+    for i in range(count):
+        out[to + U64(i)] += half_to_float(patterns[begin + U64(i)]) * factor

@@ -60,6 +60,15 @@ def sum_fp16_(out: Tensor, wires: Tensor, factors: Tensor) -> Tensor:
     return out
 
 
+def reduced_fp16_(out: Tensor, own: Tensor, wires: Tensor, skip: int, factors: Tensor, alpha: float) -> Tensor:
+    """`out = alpha * own + sum(row * its factor)` over all rows but one, in their order."""
+    torch.mul(own, alpha, out=out)
+    for rank, (halves, factor) in enumerate(zip(wires, factors, strict=True)):
+        if rank != skip:
+            from_fp16_(out, halves, factor, True)
+    return out
+
+
 def reduce_bf16_(wire: Tensor, own: Tensor, wires: Tensor, skip: int, alpha: float) -> Tensor:
     """`wire = bfloat16(alpha * (own + values of all rows but one))`."""
     mean = own * alpha if own.dtype in (torch.float32, torch.float64) else own.float() * alpha
