@@ -91,7 +91,7 @@ GOLDEN = {
         [0.856714, -1.53658, 0.276544, 0.276544, 2.49296, -0.276544, 0.276544, -1.53658],
     ),
     "int2:block=8": (
-        "80 | 0d | ba 18",
+        "80 | 2d | ba 18",
         [0.597526, -1.99314, 0.597526, 0.597526, 1.99314, -0.597526, 0.597526, -1.99314],
     ),
     "sign:block=8": (
@@ -115,7 +115,7 @@ GOLDEN = {
         [0.992126, -2.00787, 0.496063, 0.0, 3.0, -0.23622, 0.0, -1.48819],
     ),
     "int4:rounding=stochastic,seed=7": (
-        "80 | 06 | 8b 72 79 87 8f 86 87 83 77 87 88 77 78 78 88 87 88 87 87 78 87 77 78 78 88 88 88 77 88 77 88 78"
+        "80 | 16 | 8b 72 79 87 8f 86 87 83 77 87 88 77 78 78 88 87 88 87 87 78 87 77 78 78 88 88 88 77 88 77 88 78"
         " | 00 00",
         [1.10059, -1.88704, 0.45131, -0.149068, 3.09716, -0.45131, -0.149068, -1.46735],
     ),
@@ -184,7 +184,7 @@ SEEDS = 256
 
 def errors_of_means(spec, seeds=SEEDS, numel=2048):
     """Squared error of one encoding, and of the mean over many seeds, for normal values."""
-    values, total, single = gaussian(numel, seed=3).clamp(-3, 3), torch.zeros(numel, dtype=torch.float64), 0.0
+    values, total, single = gaussian(numel, seed=3), torch.zeros(numel, dtype=torch.float64), 0.0
     for seed in range(seeds):
         codec = dataclasses.replace(make(spec), seed=seed)
         back = decode(codec, codec.encode(values), numel).double()

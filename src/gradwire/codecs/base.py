@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gradwire.errors import SpecError
 from gradwire.scratch import empty
+from gradwire.spec import coerce
 
 
 class Codec(Protocol):
@@ -85,6 +86,8 @@ def decode(codec: Codec, wire: Tensor, numel: int) -> Tensor:
 def check_wire(codec: Codec, wire: Tensor, numel: int) -> None:
     """Refuse bytes that cannot be the wire of `numel` values."""
     expected = codec.wire_bytes(numel)
+    if not isinstance(wire, Tensor):
+        raise SpecError(f"{codec.name}: a wire is a flat uint8 tensor, got {type(wire).__name__}")
     if wire.dtype != torch.uint8 or wire.dim() != 1 or wire.numel() != expected:
         raise SpecError(
             f"{codec.name}: the wire of {numel} values is {expected} bytes in a flat uint8 tensor, "
@@ -99,7 +102,17 @@ def check_block(name: str, block: Any) -> None:
 
 
 def new_wire(codec: Codec, flat: Tensor, out: Tensor | None) -> Tensor:
-    """`out`, or a fresh wire for `flat`."""
-    if out is not None:
-        return out
-    return empty((codec.wire_bytes(flat.numel()),), torch.uint8, flat.device)
+    """`out`, or a fresh wire for `flat`, with zeros in the last 4 bytes, where there may be padding."""
+    wire = empty((codec.wire_bytes(flat.numel()),), torch.uint8, flat.device) if out is None else out
+    return zero_end_(wire)
+
+
+def zero_end_(wire: Tensor) -> Tensor:
+    """What lay in memory must not travel as padding."""
+    wire.narrow(0, max(wire.numel() - 4, 0), min(wire.numel(), 4)).zero_()
+    return wire
+
+
+def check_choice(name: str, option: str, value: Any, kind: Any) -> None:
+    """Refuse a value that is not among the choices of a Literal."""
+    coerce(f"{name}: {option}", value, kind)

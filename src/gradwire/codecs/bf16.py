@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradwire.codecs.base import new_wire
+from gradwire.codecs.base import new_wire, zero_end_
 from gradwire.kernels import pick
 
 
@@ -51,6 +51,7 @@ class BF16:
 
     def reduce_(self, wire: Tensor, own: Tensor, wires: Tensor, skip: int, alpha: float) -> Tensor:
         """Sum and round in one pass."""
+        zero_end_(wire)
         pick("half", own).reduce_bf16_(_values(wire, own.numel()), own, _rows(wires, own.numel()), skip, alpha)
         return wire
 

@@ -13,7 +13,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from gradwire.codecs.base import check_block, new_wire
+from gradwire.codecs.base import check_block, check_choice, new_wire
 from gradwire.kernels import pick
 
 Rounding = Literal["nearest", "stochastic"]
@@ -34,6 +34,7 @@ class Int8:
 
     def __post_init__(self) -> None:
         check_block(self.name, self.block)
+        check_choice(self.name, "rounding", self.rounding, Rounding)
 
     @property
     def bound(self) -> float:

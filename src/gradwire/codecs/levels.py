@@ -16,7 +16,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from gradwire.codecs.base import check_block, new_wire
+from gradwire.codecs.base import check_block, check_choice, new_wire, zero_end_
 from gradwire.codecs.codebooks import TRAINED, codebook
 from gradwire.codecs.int8 import Rounding
 from gradwire.errors import SpecError
@@ -48,6 +48,8 @@ class Levels:
 
     def __post_init__(self) -> None:
         check_block(self.name, self.block)
+        for option, kind in (("codebook", Kind), ("hadamard", Group), ("rounding", Rounding)):
+            check_choice(self.name, option, getattr(self, option), kind)
         if self.codebook != "uniform" and (self.codebook, self.bits) not in TRAINED:
             kinds = [kind for kind, bits in TRAINED if bits == self.bits]
             raise SpecError(
@@ -86,7 +88,6 @@ class Levels:
     def encode(self, flat: Tensor, out: Tensor | None = None) -> Tensor:
         """Scale and pick levels."""
         wire = new_wire(self, flat, out)
-        wire.narrow(0, max(wire.numel() - 4, 0), min(wire.numel(), 4)).zero_()  # the padding
         if flat.numel():
             pick("levels", flat).encode_(wire, flat, self.grid, self.seed)
         return wire
@@ -104,7 +105,7 @@ class Levels:
 
     def reduce_(self, wire: Tensor, own: Tensor, wires: Tensor, skip: int, alpha: float) -> Tensor:
         """Sum and encode in one pass."""
-        wire.narrow(0, max(wire.numel() - 4, 0), min(wire.numel(), 4)).zero_()
+        zero_end_(wire)
         pick("levels", own).reduce_(wire, own, wires, skip, self.grid, alpha, self.seed)
         return wire
 

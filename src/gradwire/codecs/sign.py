@@ -43,7 +43,7 @@ class Sign:
     def encode(self, flat: Tensor, out: Tensor | None = None) -> Tensor:
         """Signs, and the mean magnitude."""
         wire, signs = new_wire(self, flat, out), -(-flat.numel() // self.block) * self.block // 8
-        wire.narrow(0, signs, -signs % 4).zero_()
+        wire.narrow(0, signs, -signs % 4).zero_()  # the padding before the scales
         if flat.numel():
             pick("sign", flat).encode_(wire, flat, self.block)
         return wire

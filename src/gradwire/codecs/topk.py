@@ -33,7 +33,7 @@ class TopK:
 
     def __post_init__(self) -> None:
         check_block(self.name, self.block)
-        if not 0 < self.ratio <= 1:
+        if not isinstance(self.ratio, (int, float)) or not 0 < self.ratio <= 1:
             raise SpecError(f"topk: ratio must be in (0, 1], got {self.ratio}")
 
     @property

@@ -68,6 +68,10 @@ class Coded:
             raise SpecError(f"{name}: allocate=true is for int2 to int6, without feedback")
         if not 0.0 <= self.fairness <= 1.0:
             raise SpecError(f"{name}: fairness must be from 0 to 1, got {self.fairness}")
+        if self.exempt and ("," in self.exempt or self.exempt != self.exempt.strip()):
+            raise SpecError(
+                f"{name}: exempt must not hold a comma or outer blanks, as it is part of a spec: {self.exempt!r}"
+            )
         try:
             re.compile(self.exempt or "")
         except re.error as error:

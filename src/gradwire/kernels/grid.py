@@ -47,8 +47,12 @@ class Grid(NamedTuple):
 
     @property
     def base(self) -> int:
-        """The level (16ths of a binade) that scale byte 0 stands for, when the tile's largest value is in [1, 2)."""
-        return (128 + (4 if self.hadamard else 0)) << 4
+        """The level (16ths of a binade) that scale byte 0 stands for, when the tile's largest value is in [1, 2).
+
+        Rotation, a scale of several RMS, and a largest level below 1 can all ask for a scale above the largest value.
+        """
+        above = (4 if self.hadamard else 0) + (2 if self.widest else 0) + (1 if self.stochastic else 0)
+        return (128 + above) << 4
 
     @property
     def top(self) -> float:

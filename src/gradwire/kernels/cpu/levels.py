@@ -66,9 +66,11 @@ def _kernels(grid: Grid) -> tuple[Any, Any]:
                         _decode_tile(x, U64(0), width, wires, U64(r * stride), t, tiles, q, y, work, alpha, True, g)
                 for i in range(there, width):
                     x[U64(i)] = F32(0.0)  # what the padding of the wires came to
-                _encode_tile(wire, x, U64(0), width, t, tiles, blocks, x, work, q, tops, inverses, seed, g)
+                _encode_tile(wire, x, U64(0), width, there, t, tiles, blocks, x, work, q, tops, inverses, seed, g)
             else:
-                _encode_tile(wire, own, U64(t * tile), width, t, tiles, blocks, x, work, q, tops, inverses, seed, g)
+                _encode_tile(
+                    wire, own, U64(t * tile), width, there, t, tiles, blocks, x, work, q, tops, inverses, seed, g
+                )
 
     @jit
     def total(out, wires, stride, count, tiles, blocks, alpha, add):
@@ -118,11 +120,11 @@ def _take(x: Any, v: Any, at: Any, there: int, alpha: Any) -> None:
 @inline
 def _put(out: Any, at: Any, x: Any, there: int, add: bool) -> None:
     for i in range(there):
-        out[at + U64(i)] = (out[at + U64(i)] if add else F32(0.0)) + x[U64(i)]
+        out[at + U64(i)] = (out[at + U64(i)] if add else F32(-0.0)) + x[U64(i)]
 
 
 @inline
-def _encode_tile(wire, v, at, width, t, tiles, blocks, x, work, q, tops, inverses, seed, g):
+def _encode_tile(wire, v, at, width, there, t, tiles, blocks, x, work, q, tops, inverses, seed, g):
     """Encode a tile of `v`. Overwrites `x`, which is `v` where the tile is rotated."""
     bits, block, group, base, fit, stochastic, widest, inverse_top, encoder, decoder = g
     exponent = max(np.int64(_tops(tops, v, at, width, block) >> U32(23)), 1)
@@ -145,7 +147,7 @@ def _encode_tile(wire, v, at, width, t, tiles, blocks, x, work, q, tops, inverse
     for j in range(width // block):  # apart from the next loop, so that the processor can work on several at once
         wanted = float_of(tops[j]) * factor
         if widest > F32(0.0):
-            wanted = _rms(v, at + U64(j * block), block, factor, work) * widest
+            wanted = _rms(v, at + U64(j * block), block, _present(there, j, block, group), factor, work) * widest
         elif stochastic:
             wanted = wanted * inverse_top
         byte = _scale_byte(wanted, base, _UP if stochastic else _NEAREST)
@@ -159,7 +161,8 @@ def _encode_tile(wire, v, at, width, t, tiles, blocks, x, work, q, tops, inverse
         else:
             _nearest(q, to, v, begin, block, inverses[j], bits, encoder, widest > F32(0.0))
         if fit and tops[j]:
-            fitted = _fitted(q, to, v, begin, block, factor, work, bits, decoder)
+            present = _present(there, j, block, group)
+            fitted = _fitted(q, to, v, begin, block, present, factor, work, bits, decoder)
             wire[scales + U64(j)] = _scale_byte(fitted, base, _NEAREST)
     pack(wire, _codes_at(t, tiles, blocks, g), q, width, bits)
 
@@ -175,11 +178,17 @@ def _tops(tops, v, at, width, block):
 
 
 @inline
-def _rms(v: Any, at: Any, count: int, factor: Any, work: Any) -> Any:
+def _present(there: int, j: int, block: int, group: int) -> Any:
+    """How many values of block `j` are not padding. A rotation spreads the values over all of it."""
+    return block if group else min(max(there - j * block, 1), block)
+
+
+@inline
+def _rms(v: Any, at: Any, count: int, present: int, factor: Any, work: Any) -> Any:
     for i in range(count):
         a = v[at + U64(i)] * factor
         work[U64(i)] = a * a
-    return np.sqrt(tree_sum(work, count) * F32(1.0 / count))
+    return np.sqrt(tree_sum(work, count) * F32(1.0 / present))
 
 
 @inline
@@ -231,7 +240,7 @@ def _clamped(code: Any, last: Any) -> Any:
 
 
 @inline
-def _fitted(q, to, v, at, count, factor, work, bits, decoder):
+def _fitted(q, to, v, at, count, present, factor, work, bits, decoder):
     """The scale that leaves the least error for these codes."""
     middle = F32((1 << (bits - 1)) - 0.5)
     for i in range(count):
@@ -240,7 +249,7 @@ def _fitted(q, to, v, at, count, factor, work, bits, decoder):
     product = tree_sum(work, count)
     for i in range(count):
         level = _polynomial(F32(np.int32(q[to + U64(i)])) - middle, decoder)
-        work[U64(i)] = level * level
+        work[U64(i)] = level * level if i < present else F32(0.0)
     return product / tree_sum(work, count)
 
 
@@ -254,9 +263,9 @@ def _decode_tile(out, at, width, wires, row, t, tiles, q, x, work, alpha, add, g
     for j in range(width // block):
         byte = np.int64(wires[row + U64(tiles + 16 * t + j)])
         s = F32(0.0) if byte == 255 else _scale(byte, base)
-        if not group:
-            s = s * binade * alpha
-        c, to = (decoder[0] * s, decoder[1] * s, decoder[2] * s, decoder[3] * s), U64(j * block)
+        m = F32(1.0) if group else binade * alpha
+        c = decoder[0] * s * m, decoder[1] * s * m, decoder[2] * s * m, decoder[3] * s * m
+        to = U64(j * block)
         for k in range(block):
             i = to + U64(k)
             value = _polynomial(F32(np.int32(q[i])) - middle, c)

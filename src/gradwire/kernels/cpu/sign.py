@@ -37,11 +37,12 @@ def _kernels(block: int) -> tuple[Any, Any]:
         for b in range(scales.size):
             at = U64(b * block)
             if b * block + block <= values.size:
-                scales[b] = _encode_block(signs, U64(b * eighth), values, at, block, work)
+                scales[b] = _encode_block(signs, U64(b * eighth), values, at, block, block, work)
             else:
                 for i in range(values.size - b * block):
                     tail[U64(i)] = values[at + U64(i)]
-                scales[b] = _encode_block(signs, U64(b * eighth), tail, U64(0), block, work)
+                present = values.size - b * block
+                scales[b] = _encode_block(signs, U64(b * eighth), tail, U64(0), block, present, work)
 
     @jit
     def decode(out, signs, scales, alpha, add):
@@ -61,8 +62,8 @@ def _kernels(block: int) -> tuple[Any, Any]:
 
 
 @inline
-def _encode_block(signs, to, v, at, block, work):
-    eighth, share = block // 8, F32(1.0 / block)
+def _encode_block(signs, to, v, at, block, present, work):
+    eighth, share = block // 8, F32(1.0 / present)
     for i in range(block // 2):  # the first step of the tree
         work[U64(i)] = abs(v[at + U64(i)]) * share + abs(v[at + U64(block // 2 + i)]) * share
     for i in range(eighth):

@@ -25,7 +25,7 @@ def tree_sum(values: Tensor) -> Tensor:
 
 def uniform(numel: int, at: int, seed: int, device: torch.device) -> Tensor:
     """Numbers in [0, 1) that depend on nothing but the seed and the positions at, at + 1, ..."""
-    h = torch.arange(at, at + numel, dtype=torch.int64, device=device) * 0x9E37_79B1 + seed
+    h = torch.arange(at, at + numel, dtype=torch.int64, device=device) * 0x9E37_79B1 + (seed & 0xFFFF_FFFF)
     h = h & 0xFFFF_FFFF
     h = ((h ^ (h >> 16)) * 0x85EB_CA6B) & 0xFFFF_FFFF
     h = ((h ^ (h >> 13)) * 0xC2B2_AE35) & 0xFFFF_FFFF

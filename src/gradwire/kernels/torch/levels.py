@@ -17,7 +17,7 @@ def encode_(wire: Tensor, values: Tensor, grid: Grid, seed: int = 0) -> Tensor:
     padded = torch.nn.functional.pad(values.float(), (0, layout.padded - values.numel()))
     for first, rows, width in layout.parts():
         tiles = padded.narrow(0, first * grid.tile, rows * width).view(rows, width)
-        exponent, scale, code = _encode_tiles(tiles, grid, seed, first * grid.tile)
+        exponent, scale, code = _encode_tiles(tiles, grid, seed, first * grid.tile, values.numel())
         exponents.narrow(0, first, rows).copy_(exponent)
         scales.narrow(0, first * 16, scale.numel()).copy_(scale.view(-1))
         packed = _pack(code, grid.bits)
@@ -56,7 +56,7 @@ def reduce_(wire: Tensor, own: Tensor, wires: Tensor, skip: int, grid: Grid, alp
     return encode_(wire, mean, grid, seed)
 
 
-def _encode_tiles(x_RT: Tensor, grid: Grid, seed: int, at: int) -> tuple[Tensor, Tensor, Tensor]:
+def _encode_tiles(x_RT: Tensor, grid: Grid, seed: int, at: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
     rows = x_RT.shape[0]
     exponent = (magnitude_of(x_RT).amax(1, keepdim=True) >> 23).clamp(min=1)
     x_RT = x_RT.masked_fill(exponent == NONFINITE, 0.0)
@@ -65,14 +65,15 @@ def _encode_tiles(x_RT: Tensor, grid: Grid, seed: int, at: int) -> tuple[Tensor,
         x_RT, factor = hadamard(x_RT * factor, grid.hadamard), torch.ones_like(factor)
     x_RBK, factor = x_RT.view(rows, -1, grid.block), factor.unsqueeze(2)
 
-    scale_byte = _scale_byte(_wanted_scale(x_RBK, factor, grid), grid)
+    there = _there(x_RBK, grid, at, end)
+    scale_byte = _scale_byte(_wanted_scale(x_RBK, factor, there, grid), grid)
     inverse = (scale_of(scale_byte, grid).reciprocal() * factor).clamp(max=2.0**126)
     u_RBK = x_RBK * inverse
     if grid.widest:
         u_RBK = u_RBK.clamp(-REACH, REACH)
     codes = _by_chance(u_RBK, grid, seed, at) if grid.stochastic else _nearest(u_RBK, grid)
     if grid.fit:
-        level = levels_of(codes, grid).abs()
+        level = torch.where(there, levels_of(codes, grid).abs(), 0.0)
         fitted = tree_sum((x_RBK * factor).abs() * level) / tree_sum(level * level)
         scale_byte = _scale_byte(fitted, grid)
     codes = codes.masked_fill((exponent == NONFINITE).unsqueeze(2), 2 ** (grid.bits - 1))
@@ -80,10 +81,17 @@ def _encode_tiles(x_RT: Tensor, grid: Grid, seed: int, at: int) -> tuple[Tensor,
     return exponent.view(-1), scale_byte.masked_fill(zeros, ZERO), codes.to(torch.uint8).view(rows, -1)
 
 
-def _wanted_scale(x_RBK: Tensor, factor: Tensor, grid: Grid) -> Tensor:
+def _there(x_RBK: Tensor, grid: Grid, at: int, end: int) -> Tensor:
+    """Which places hold values; the others pad the last block. A rotation spreads the values over all of them."""
+    place = torch.arange(at, at + x_RBK.numel(), device=x_RBK.device).view_as(x_RBK)
+    return (place < end) | bool(grid.hadamard)
+
+
+def _wanted_scale(x_RBK: Tensor, factor: Tensor, there: Tensor, grid: Grid) -> Tensor:
     if grid.widest:
         a = x_RBK * factor
-        return (tree_sum(a * a) * (1.0 / grid.block)).sqrt() * grid.widest
+        share = there.sum(2, keepdim=True).clamp(min=1).double().reciprocal().float()
+        return (tree_sum(a * a) * share).sqrt() * grid.widest
     largest = float_of(magnitude_of(x_RBK).amax(2, keepdim=True)) * factor
     return largest * (1.0 / grid.top) if grid.stochastic else largest
 
@@ -129,10 +137,11 @@ def _decode_tiles(exponent: Tensor, scale_byte: Tensor, codes_RT: Tensor, grid: 
     binade = float_of(exponent << 23).masked_fill(exponent == NONFINITE, float("nan"))
     scale = scale_of(scale_byte, grid).masked_fill(scale_byte == ZERO, 0.0)
     t = codes_RT.view(rows, -1, grid.block).float() - (2 ** (grid.bits - 1) - 0.5)
-    if not grid.hadamard:
-        scale = scale * binade * alpha
-    values = _scaled_polynomial(grid.decoder, t, scale.unsqueeze(2)).view(rows, width)
-    return inverse_hadamard(values, grid.hadamard) * (binade * alpha) if grid.hadamard else values
+    last = binade * alpha
+    if grid.hadamard:
+        values = _scaled_polynomial(grid.decoder, t, scale.unsqueeze(2), torch.ones_like(last).unsqueeze(2))
+        return inverse_hadamard(values.view(rows, width), grid.hadamard) * last
+    return _scaled_polynomial(grid.decoder, t, scale.unsqueeze(2), last.unsqueeze(2)).view(rows, width)
 
 
 def _polynomial(coefficients: tuple[float, ...], x: Tensor) -> Tensor:
@@ -141,8 +150,9 @@ def _polynomial(coefficients: tuple[float, ...], x: Tensor) -> Tensor:
     return (((z * c3 + c2) * z + c1) * z + c0) * x
 
 
-def _scaled_polynomial(coefficients: tuple[float, ...], x: Tensor, scale: Tensor) -> Tensor:
-    c0, c1, c2, c3 = (scale * c for c in coefficients)
+def _scaled_polynomial(coefficients: tuple[float, ...], x: Tensor, scale: Tensor, last: Tensor) -> Tensor:
+    """The scale first: times the binade it may be more than a float can hold, where the value is not."""
+    c0, c1, c2, c3 = (scale * c * last for c in coefficients)
     z = x * x
     return (((z * c3 + c2) * z + c1) * z + c0) * x
 

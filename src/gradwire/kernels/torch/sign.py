@@ -16,8 +16,15 @@ def encode_(wire: Tensor, values: Tensor, block: int) -> Tensor:
     signs, scales = parts_of(wire, x_BK.shape[0], block)
     negative = (x_BK.view(torch.int32) < 0).to(torch.uint8)
     signs.copy_(pack(negative, 1).view(-1))
-    scales.copy_(tree_sum(x_BK.abs() * (1.0 / block)).view(-1))
+    scales.copy_(tree_sum(x_BK.abs() * shares(values, x_BK)).view(-1))
     return wire
+
+
+def shares(values: Tensor, x_BK: Tensor) -> Tensor:
+    """1 / (values in the block): the last one may have fewer."""
+    count, block = x_BK.shape
+    present = (values.numel() - block * torch.arange(count, device=values.device)).clamp(max=block)
+    return present.double().reciprocal().float().view(-1, 1)
 
 
 def decode_(out: Tensor, wire: Tensor, block: int, alpha: float, add: bool) -> Tensor:

@@ -25,10 +25,11 @@ def decode_(out: Tensor, wire: Tensor, block: int, kept: int, alpha: float, add:
     """`out = alpha * values`, or `out += alpha * values`."""
     count = -(-out.numel() // block)
     places, bits = parts_of(wire, count, kept)
-    dense = torch.zeros(count, block, dtype=torch.float32, device=wire.device)
+    empty = -0.0 if add else 0.0  # adding -0 changes nothing, not even a -0
+    dense = torch.full((count, block), empty, dtype=torch.float32, device=wire.device)
     dense.scatter_(1, places.view(count, kept).to(torch.int64), (bits.float() * alpha).view(count, kept))
     values = dense.view(-1).narrow(0, 0, out.numel())
-    return out.add_(values) if add else out.copy_(values)
+    return out.add_(values) if add else out.copy_(values + 0.0)
 
 
 def parts_of(wire: Tensor, count: int, kept: int) -> tuple[Tensor, Tensor]:
