@@ -7,7 +7,13 @@ import torch
 from torch.distributed.algorithms import ddp_comm_hooks as torchs
 
 from gradwire import ddp_comm_hooks as ours
-from gradwire.ddp_comm_hooks import DDPCommHookType, debugging_hooks, default_hooks, register_ddp_comm_hook
+from gradwire.ddp_comm_hooks import (
+    DDPCommHookType,
+    debugging_hooks,
+    default_hooks,
+    quantization_hooks,
+    register_ddp_comm_hook,
+)
 from gradwire.testing import spawn_ranks
 
 from . import workers
@@ -31,9 +37,18 @@ def test_ranks(size, names):
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("size", [2, 3])
-def test_compiled_reducer(size):
-    assert spawn_ranks(size, workers.run, ["compiled_reducer"], timeout_s=150) == [None] * size
+@pytest.mark.parametrize(
+    ("size", "name"),
+    [
+        (2, "compiled_reducer"),
+        (3, "compiled_reducer"),
+        (2, "compiled_per_tensor"),
+        (3, "compiled_per_tensor"),
+        (2, "compiled_per_channel"),
+    ],
+)
+def test_compiled_reducer(size, name):
+    assert spawn_ranks(size, workers.run, [name], timeout_s=150) == [None] * size
 
 
 @pytest.mark.parametrize(
@@ -41,9 +56,10 @@ def test_compiled_reducer(size):
     [
         (default_hooks, torchs.default_hooks, torchs.default_hooks.__all__),
         (debugging_hooks, torchs.debugging_hooks, torchs.debugging_hooks.__all__),
+        (quantization_hooks, torchs.quantization_hooks, quantization_hooks.__all__),  # torch's has no __all__
         (ours, torchs, torchs.__all__),
     ],
-    ids=["default_hooks", "debugging_hooks", "package"],
+    ids=["default_hooks", "debugging_hooks", "quantization_hooks", "package"],
 )
 def test_same_names_and_parameters(mine, theirs, names):
     for name in names:
@@ -56,6 +72,7 @@ def test_same_names_and_parameters(mine, theirs, names):
 def test_submodules_under_torchs_short_names():
     assert ours.default is default_hooks
     assert ours.debugging is debugging_hooks
+    assert ours.quantization is quantization_hooks
 
 
 @pytest.mark.parametrize("kind", DDPCommHookType, ids=lambda kind: kind.name)

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.ddp import attach
 from gradwire.ddp_comm_hooks import debugging_hooks as debugging
 from gradwire.ddp_comm_hooks import default_hooks as default
+from gradwire.ddp_comm_hooks import quantization_hooks as quantization
 from gradwire.exchanges import exchange
 from gradwire.hook import Hook
 
@@ -32,6 +33,8 @@ class DDPCommHookType(Enum):
     ALLREDUCE = member(partial(_ddp_comm_hook_wrapper, comm_hook=default.allreduce_hook))
     FP16_COMPRESS = member(partial(_ddp_comm_hook_wrapper, comm_hook=default.fp16_compress_hook))
     BF16_COMPRESS = member(partial(_ddp_comm_hook_wrapper, comm_hook=default.bf16_compress_hook))
+    QUANTIZE_PER_TENSOR = member(partial(_ddp_comm_hook_wrapper, comm_hook=quantization.quantization_pertensor_hook))
+    QUANTIZE_PER_CHANNEL = member(partial(_ddp_comm_hook_wrapper, comm_hook=quantization.quantization_perchannel_hook))
     NOOP = member(partial(_ddp_comm_hook_wrapper, comm_hook=debugging.noop_hook))
 
 

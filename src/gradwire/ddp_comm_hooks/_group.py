@@ -10,13 +10,13 @@ from torch.futures import Future
 
 from gradwire.bucket import Bucket, from_ddp
 from gradwire.ddp import make_hook, traced_mean
-from gradwire.exchanges import exchange
+from gradwire.exchanges import Exchange, exchange
 from gradwire.hook import Hook
 
-_hooks: "weakref.WeakKeyDictionary[Any, dict[str, Hook]]" = weakref.WeakKeyDictionary()
+_hooks: "weakref.WeakKeyDictionary[Any, dict[str | Exchange, Hook]]" = weakref.WeakKeyDictionary()
 
 
-def averaged(spec: str, group: dist.ProcessGroup | None, bucket: Any) -> Future[Tensor]:
+def averaged(spec: str | Exchange, group: dist.ProcessGroup | None, bucket: Any) -> Future[Tensor]:
     """Average a `GradBucket`, or the `(gradient, parameter)` pair that DDP's compiled reducer hands over.
 
     `None` is the world, as there is no model to ask. All ranks of the group must call this in the same order.
@@ -27,14 +27,14 @@ def averaged(spec: str, group: dist.ProcessGroup | None, bucket: Any) -> Future[
     return mean_of(spec, group, from_ddp(bucket, names.__getitem__))
 
 
-def mean_of(spec: str, group: dist.ProcessGroup | None, bucket: Bucket) -> Future[Tensor]:
+def mean_of(spec: str | Exchange, group: dist.ProcessGroup | None, bucket: Bucket) -> Future[Tensor]:
     """Average a bucket on the engine of its group."""
     hook = hook_of(spec, group_of(group), bucket.flat.device)
     hook.begin(bucket)
     return hook.mean(bucket)
 
 
-def hook_of(spec: str, group: dist.ProcessGroup, device: torch.device) -> Hook:
+def hook_of(spec: str | Exchange, group: dist.ProcessGroup, device: torch.device) -> Hook:
     """The engine that serves all models of this process that use `spec` on `group`."""
     made = _hooks.setdefault(group, {})
     if spec not in made or made[spec].closed:

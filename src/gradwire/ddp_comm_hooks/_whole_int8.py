@@ -1,0 +1,86 @@
+"""whole_int8: whole numbers from -127 to 127, under the largest magnitude of everything, or of rows of any length.
+
+    [ R scales, float32 ][ numel codes, int8 ][ padding to 4 ]
+
+R is 1 where all values share a scale. A row with inf or NaN in it has the scale NaN, and comes back as NaN. Not in the
+registry of codecs: the drop-in quantization hooks ask for it, and `int8` is better at everything else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from gradwire.codecs.base import new_wire
+from gradwire.errors import SpecError
+from gradwire.kernels.torch.int8 import INVERSE_127, SMALLEST
+
+
+@dataclass(frozen=True, slots=True)
+class WholeInt8:
+    """8-bit integers, one scale a row."""
+
+    name: ClassVar[str] = "whole_int8"
+    wire_dtype: ClassVar[torch.dtype | None] = None
+    row: int | None = None
+    """Values that share a scale; None: all of them."""
+
+    def __post_init__(self) -> None:
+        if self.row is not None and (type(self.row) is not int or self.row < 1):
+            raise SpecError(f"{self.name}: row must be a whole number of at least 1, got {self.row!r}")
+
+    @property
+    def bound(self) -> float:
+        """Half a step for every value of a row with one large one; and no value is ever off by more than itself."""
+        return 1.001 * (1.0 if self.row is None else min(1.0, 0.5 / 127 * self.row**0.5))
+
+    def wire_bytes(self, numel: int) -> int:
+        """4 bytes a row and one a value, rounded up to 4."""
+        return 4 * (self._rows(numel) + -(-numel // 4))
+
+    def encode(self, flat: Tensor, out: Tensor | None = None) -> Tensor:
+        """Scale and round to nearest."""
+        wire = new_wire(self, flat, out)
+        if flat.numel():
+            values, (scales, codes) = flat.float(), self._parts(wire, flat.numel())
+            scales.copy_(_scales(self._largest(values)))
+            scaled = values * self._by_value(scales.reciprocal(), flat.numel())
+            codes.copy_(scaled.round_().clamp_(-127, 127).nan_to_num_(0.0))
+        return wire
+
+    def decode_(self, out: Tensor, wire: Tensor, *, alpha: float = 1.0, add: bool = False) -> Tensor:
+        """Undo the scale; `alpha` rides along for free."""
+        scales, codes = self._parts(wire, out.numel())
+        values = codes.float() * self._by_value(scales * alpha, out.numel())
+        return out.add_(values) if add else out.copy_(values)
+
+    def _rows(self, numel: int) -> int:
+        return min(numel, 1) if self.row is None else -(-numel // self.row)
+
+    def _parts(self, wire: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+        """Scales and codes, as views of the wire."""
+        begin = 4 * self._rows(numel)
+        return wire.narrow(0, 0, begin).view(torch.float32), wire.narrow(0, begin, numel).view(torch.int8)
+
+    def _width(self, numel: int) -> int:
+        return numel if self.row is None else min(self.row, numel)
+
+    def _largest(self, values: Tensor) -> Tensor:
+        """The largest magnitude of each row; inf or NaN where the row has one."""
+        width = self._width(values.numel())
+        missing = -values.numel() % width
+        rows = (torch.nn.functional.pad(values, (0, missing)) if missing else values).view(-1, width)
+        return torch.maximum(rows.amax(1), -rows.amin(1))
+
+    def _by_value(self, by_row: Tensor, numel: int) -> Tensor:
+        """A number for each row -> what to multiply `numel` values by."""
+        if by_row.numel() == 1:
+            return by_row
+        return by_row.view(-1, 1).expand(-1, self._width(numel)).reshape(-1).narrow(0, 0, numel)
+
+
+def _scales(largest: Tensor) -> Tensor:
+    return torch.where(torch.isfinite(largest), (largest * INVERSE_127).clamp(min=SMALLEST), float("nan"))
