@@ -10,7 +10,7 @@ help:
 	@echo "make demo      train a small GPT on 2 local ranks under every hook, and compare"
 	@echo "make test      lint, types and all tests"
 	@echo "make test-all  the same, and a short run of the shaped-network benchmark (needs root)"
-	@echo "make bench     the shaped-network benchmark (needs root, about 40 minutes)"
+	@echo "make bench     kernels, codec error and the shaped-network benchmark (needs root, about 45 minutes)"
 	@echo "make soak      10,000 steps with 40 buckets in flight on 4 ranks"
 	@echo "make docs      build the documentation into site/"
 	@echo "make clean     remove everything that was built"
