@@ -28,7 +28,7 @@ import gradwire
 import netns
 from gradwire.verify import fingerprint
 
-OURS = ("exact", "noop", "fp16", "bf16", "fp16:accumulate=wire", "bf16:accumulate=wire")
+OURS = ("exact", "noop", "fp16", "bf16", "bf16:accumulate=wire", "int8", "int4", "int3", "int2", "sign")
 SAFE = ("plain", "torch:FP16_COMPRESS", "torch:BF16_COMPRESS")
 RISKY = (
     "torch:QUANTIZE_PER_TENSOR",

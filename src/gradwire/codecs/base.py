@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -39,7 +39,6 @@ class Codec(Protocol):
         """`out = alpha * values`, or `out += alpha * values`: the mean, the residual and the sum in one primitive."""
 
 
-@runtime_checkable
 class Fused(Protocol):
     """What a codec may offer besides: the same results, bit for bit, with fewer passes over memory."""
 
@@ -52,8 +51,8 @@ class Fused(Protocol):
 
 def sum_(codec: Codec, out: Tensor, wires: Tensor, alpha: float) -> Tensor:
     """Add up what is on all wires, in their order."""
-    if isinstance(codec, Fused):
-        return codec.sum_(out, wires, alpha)
+    if hasattr(codec, "sum_"):
+        return cast(Fused, codec).sum_(out, wires, alpha)
     for rank, wire in enumerate(wires):
         codec.decode_(out, wire, alpha=alpha, add=rank > 0)
     return out
@@ -61,8 +60,8 @@ def sum_(codec: Codec, out: Tensor, wires: Tensor, alpha: float) -> Tensor:
 
 def reduce_(codec: Codec, wire: Tensor, own: Tensor, wires: Tensor, skip: int, alpha: float) -> None:
     """Encode the sum of one's own values and of what is on all wires but one's own."""
-    if isinstance(codec, Fused):
-        codec.reduce_(wire, own, wires, skip, alpha)
+    if hasattr(codec, "reduce_"):
+        cast(Fused, codec).reduce_(wire, own, wires, skip, alpha)
     else:
         codec.encode(reduced(codec, own, wires, skip, alpha), out=wire)
 

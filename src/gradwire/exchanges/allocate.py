@@ -176,14 +176,15 @@ def _join_(bucket: Bucket, exempt: Sequence[bool], x_BK: Tensor, spare: Tensor) 
 
 
 def _energy(bucket: Bucket, segment: Segment) -> Tensor:
-    """What is remembered of a segment's blocks; 1 for all at first."""
-    first, whole = segment.start // BLOCK, -(-segment.param.numel() * 2 // BLOCK)
+    """What is remembered of a segment's blocks; 1 for all at first.
+
+    Every segment has rows of its own: chunks run in several threads, which must not see each other's.
+    """
+    fresh = torch.ones(_blocks(segment))
     if bucket.memory is None:
-        return torch.ones(_blocks(segment))
+        return fresh
     kept = bucket.memory.setdefault(segment.name, {})
-    if "energy" not in kept:
-        kept["energy"] = torch.ones(whole + 1)
-    return kept["energy"].narrow(0, first, _blocks(segment))
+    return kept.setdefault(f"energy of {segment.numel} from {segment.start}", fresh)
 
 
 def _remember(bucket: Bucket, coded: Sequence[Segment], x_BK: Tensor) -> None:

@@ -59,15 +59,19 @@ class Plan(NamedTuple):
 
 def plan(runs: tuple[Run, ...], parts: int, codec: Codec) -> Plan:
     """Deal the runs of a bucket out to `parts` ranks, in equal shares of whole blocks."""
-    return _plan(runs, parts, codec)  # type: ignore[arg-type]  # codecs are frozen
+    if torch.compiler.is_compiling():  # which does not like caches
+        return _plan(runs, parts, codec)
+    return _kept_plan(runs, parts, codec)  # type: ignore[arg-type]  # codecs are frozen
 
 
-@lru_cache(maxsize=4096)
 def _plan(runs: tuple[Run, ...], parts: int, codec: Codec) -> Plan:
     align = getattr(codec, "align", getattr(codec, "block", 1))
     coded, exempt = _deal(runs, False, parts, align), _deal(runs, True, parts, 1)
     made = tuple(_part(pieces, rest, codec) for pieces, rest in zip(coded, exempt, strict=True))
     return Plan(made, max(part.exempt_at + 4 * part.exempt_numel for part in made))
+
+
+_kept_plan = lru_cache(maxsize=4096)(_plan)
 
 
 def _deal(runs: Sequence[Run], exempt: bool, parts: int, align: int) -> list[list[tuple[int, int]]]:

@@ -8,12 +8,13 @@ keeps it on disk; hooks use theirs once when they are registered, so that no ste
 from __future__ import annotations
 
 import functools
-import importlib
 import logging
 from types import ModuleType
 from typing import Any
 
 from torch import Tensor, compiler, float32, nn  # not `import torch`: that is a name of this package
+
+from gradwire.kernels.torch import fp8, half, int8, levels, sign, topk
 
 log = logging.getLogger("gradwire")
 
@@ -34,11 +35,12 @@ def load() -> ModuleType | None:
 
 
 _cpu: ModuleType | None = None
+_TORCH = {"fp8": fp8, "half": half, "int8": int8, "levels": levels, "sign": sign, "topk": topk}
 
 
 def pick(family: str, tensor: Tensor) -> Any:
     """The module of a family that can work on `tensor`."""
-    return _module("cpu" if _fast(tensor) else "torch", family)
+    return getattr(_cpu, family) if _fast(tensor) else _TORCH[family]
 
 
 def _fast(tensor: Tensor) -> bool:
@@ -50,8 +52,3 @@ def _fast(tensor: Tensor) -> bool:
         and tensor.dtype == float32
         and tensor.is_contiguous()
     )
-
-
-@functools.cache
-def _module(way: str, family: str) -> ModuleType:
-    return importlib.import_module(f"gradwire.kernels.{way}.{family}")
