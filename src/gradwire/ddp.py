@@ -110,7 +110,7 @@ class _Carried:
     def average(self, bucket: Any) -> Future[Tensor]:
         """Average one bucket, or the (gradient, parameter) pair of DDP's compiled reducer."""
         if isinstance(bucket, tuple):
-            return cast(Future[Tensor], traced_mean(self.hook.exchange, self.group, bucket[0]))
+            return cast(Future[Tensor], traced_mean(self.hook.exchange, self.group, *bucket))
         ours = from_ddp(bucket, lambda param: self._names[param])
         if self.hook.begin(ours):
             self._scale = self._count_live()
@@ -147,11 +147,14 @@ def _sum_(comm: Comm, values: Tensor) -> None:
     comm.all_reduce_(values)
 
 
-def traced_mean(exchange: Exchange, group: dist.ProcessGroup, grad: Tensor) -> Any:
-    """Average one gradient in place, in a way that torch.compile can trace. The result is the gradient itself."""
+def traced_mean(exchange: Exchange, group: dist.ProcessGroup, grad: Tensor, param: Tensor) -> Any:
+    """Average one gradient in place, in a way that torch.compile can trace. The result is the gradient itself.
+
+    Sizes come from the parameter, as those of the gradient may be symbols.
+    """
     if exchange.lanes and group.size() > 1:
         flat = grad.reshape(-1).clone()
-        exchange.mean_(Bucket(0, flat, segments_of([flat], ["traced"]), is_last=True), TracedComm(group))
+        exchange.mean_(Bucket(0, flat, segments_of([param], ["traced"]), is_last=True), TracedComm(group))
         grad.copy_(flat.view_as(grad))
     return grad
 

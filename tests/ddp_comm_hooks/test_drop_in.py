@@ -43,7 +43,6 @@ def test_ranks(size, names):
         (2, "compiled_reducer"),
         (3, "compiled_reducer"),
         (2, "compiled_per_tensor"),
-        (3, "compiled_per_tensor"),
         (2, "compiled_per_channel"),
     ],
 )

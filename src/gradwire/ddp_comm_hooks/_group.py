@@ -22,7 +22,7 @@ def averaged(spec: str | Exchange, group: dist.ProcessGroup | None, bucket: Any)
     `None` is the world, as there is no model to ask. All ranks of the group must call this in the same order.
     """
     if isinstance(bucket, tuple):
-        return traced_mean(exchange(spec), group_of(group), bucket[0])  # type: ignore[no-any-return]
+        return traced_mean(exchange(spec), group_of(group), *bucket)  # type: ignore[no-any-return]
     names = {param: f"{bucket.index()}.{position}" for position, param in enumerate(bucket.parameters())}
     return mean_of(spec, group, from_ddp(bucket, names.__getitem__))
 

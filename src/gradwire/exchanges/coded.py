@@ -125,7 +125,10 @@ class Coded:
     def plan(self, bucket: Bucket, parts: int) -> Plan:
         """Who averages what. Codecs with blocks see one tensor at a time."""
         if self.align == 1 and self.exempt == "none":
-            return plan((Run(bucket.flat.numel(), False),), parts, self.codec)
+            numel = sum(
+                segment.numel for segment in bucket.segments
+            )  # not flat's, which is a symbol under torch.compile
+            return plan((Run(numel, False),), parts, self.codec)
         runs = tuple(Run(segment.numel, self._exempts(segment)) for segment in bucket.segments)
         return plan(runs, parts, self.codec)
 
