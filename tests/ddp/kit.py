@@ -32,7 +32,6 @@ MAIN = (
     "fp16:accumulate=wire",
     "bf16:shots=two",
     "fp16:feedback=true",
-    "bf16:shots=one,feedback=true",
     "int8",
     "int4:exempt=none",
     "int2:feedback=true,exempt=none",

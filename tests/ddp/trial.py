@@ -40,6 +40,7 @@ class Trial:
         self.hook = ranks.register(self.model, **(register or {}))
         self.optimizer = torch.optim.SGD(self.params, lr=lr)
         self.rms: dict[torch.dtype, float] = {}
+        self.debt = 0.0  # what an exchange before the present one may still owe, like a bound
         self.emitted: list[Tensor] = []
         self.means: list[Tensor] = []
 
@@ -103,7 +104,7 @@ class Trial:
         """With feedback a step emits its own mean, more what the last one lost, less what this one loses."""
         exchange, size = self.hook.exchange, self.group.size()
         factor = 3 if exchange.takes_residual and self.hook.steps > 1 else 1
-        return factor * (exchange.bound(size) + size * torch.finfo(dtype).eps)
+        return factor * (exchange.bound(size) + size * torch.finfo(dtype).eps) + self.debt
 
 
 def loss(out: Tensor) -> Tensor:
