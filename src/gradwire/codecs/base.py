@@ -9,7 +9,6 @@ from torch import Tensor
 
 from gradwire.errors import SpecError
 from gradwire.scratch import empty
-from gradwire.spec import coerce
 
 
 class Codec(Protocol):
@@ -68,12 +67,21 @@ def reduce_(codec: Codec, wire: Tensor, own: Tensor, wires: Tensor, skip: int, a
 
 def reduced(codec: Codec, own: Tensor, wires: Tensor, skip: int, alpha: float) -> Tensor:
     """The sum that `reduce_` encodes."""
-    dtype = torch.float64 if own.dtype == torch.float64 else torch.float32
-    total = torch.mul(own, alpha, out=empty(own.shape, dtype, own.device))
+    total = torch.mul(own, alpha, out=new_total(own))
     for rank, other in enumerate(wires):
         if rank != skip:
             codec.decode_(total, other, alpha=alpha, add=True)
     return total
+
+
+def new_total(own: Tensor) -> Tensor:
+    """Room for a sum of gradients like `own`: float32, or float64 where they are."""
+    return empty(own.shape, torch.float64 if own.dtype == torch.float64 else torch.float32, own.device)
+
+
+def align_of(codec: Codec) -> int:
+    """Values are best cut at multiples of this: the codec's `align`, or its `block`, if it has either."""
+    return int(getattr(codec, "align", getattr(codec, "block", 1)))
 
 
 def decode(codec: Codec, wire: Tensor, numel: int) -> Tensor:
@@ -110,8 +118,3 @@ def zero_end_(wire: Tensor) -> Tensor:
     """What lay in memory must not travel as padding."""
     wire.narrow(0, max(wire.numel() - 4, 0), min(wire.numel(), 4)).zero_()
     return wire
-
-
-def check_choice(name: str, option: str, value: Any, kind: Any) -> None:
-    """Refuse a value that is not among the choices of a Literal."""
-    coerce(f"{name}: {option}", value, kind)

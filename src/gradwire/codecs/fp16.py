@@ -14,9 +14,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradwire.codecs.base import new_wire
+from gradwire.codecs.base import new_total, new_wire
 from gradwire.kernels import pick
-from gradwire.scratch import empty
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +56,7 @@ class FP16:
     def reduce_(self, wire: Tensor, own: Tensor, wires: Tensor, skip: int, alpha: float) -> Tensor:
         """Sum in one pass. Its scale is known only then."""
         halves, factors = _rows(wires, own.numel(), alpha)
-        total = empty(own.shape, torch.float64 if own.dtype == torch.float64 else torch.float32, own.device)
+        total = new_total(own)
         pick("half", own).reduced_fp16_(total, own, halves, skip, factors, alpha)
         return self.encode(total, out=wire)
 

@@ -13,8 +13,9 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from gradwire.codecs.base import check_block, check_choice, new_wire
+from gradwire.codecs.base import check_block, new_wire
 from gradwire.kernels import pick
+from gradwire.spec import coerce
 
 Rounding = Literal["nearest", "stochastic"]
 
@@ -34,7 +35,7 @@ class Int8:
 
     def __post_init__(self) -> None:
         check_block(self.name, self.block)
-        check_choice(self.name, "rounding", self.rounding, Rounding)
+        coerce(f"{self.name}: rounding", self.rounding, Rounding)
 
     @property
     def bound(self) -> float:

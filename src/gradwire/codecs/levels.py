@@ -16,12 +16,13 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from gradwire.codecs.base import check_block, check_choice, new_wire, zero_end_
+from gradwire.codecs.base import check_block, new_wire, zero_end_
 from gradwire.codecs.codebooks import TRAINED, codebook
 from gradwire.codecs.int8 import Rounding
 from gradwire.errors import SpecError
 from gradwire.kernels import pick
 from gradwire.kernels.grid import REACH, TILE_BLOCKS, Grid
+from gradwire.spec import coerce
 
 Kind = Literal["trained", "lloyd", "uniform"]
 Group = Literal[0, 64, 128, 256]
@@ -49,7 +50,7 @@ class Levels:
     def __post_init__(self) -> None:
         check_block(self.name, self.block)
         for option, kind in (("codebook", Kind), ("hadamard", Group), ("rounding", Rounding)):
-            check_choice(self.name, option, getattr(self, option), kind)
+            coerce(f"{self.name}: {option}", getattr(self, option), kind)
         if self.codebook != "uniform" and (self.codebook, self.bits) not in TRAINED:
             kinds = [kind for kind, bits in TRAINED if bits == self.bits]
             raise SpecError(
@@ -78,7 +79,7 @@ class Levels:
             return 1.0
         grid = self.grid
         lowest = sum(d * 0.5 ** (2 * i + 1) for i, d in enumerate(grid.decoder))
-        worst = max(lowest, 2 * lowest if grid.stochastic else 0.0)
+        worst = 2 * lowest if grid.stochastic else lowest
         return float(min(1.2 * REACH / min(1.0, grid.top) * worst * self.block**0.5 + abs(1.0 - grid.top), 4.0))
 
     def wire_bytes(self, numel: int) -> int:

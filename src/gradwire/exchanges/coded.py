@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gradwire.bucket import Bucket, Segment
 from gradwire.codecs import Codec
-from gradwire.codecs.base import reduce_, sum_
+from gradwire.codecs.base import align_of, reduce_, sum_
 from gradwire.comm import Comm
 from gradwire.errors import SpecError
 from gradwire.exchanges.all_reduce import all_reduce_
@@ -90,7 +90,7 @@ class Coded:
     @property
     def align(self) -> int:
         """Whole blocks of the codec."""
-        return BLOCK if self.allocate else int(getattr(self.codec, "align", getattr(self.codec, "block", 1)))
+        return BLOCK if self.allocate else align_of(self.codec)
 
     def chunk_bytes(self, size: int) -> int:
         """1 MB a rank, up to 4: smaller ones cost more wake-ups than they hide, larger ones leave the wire idle."""

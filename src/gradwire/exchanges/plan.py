@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradwire.codecs.base import Codec, reduce_, reduced, sum_
+from gradwire.codecs.base import Codec, align_of, reduce_, reduced, sum_
 from gradwire.scratch import empty
 
 
@@ -65,8 +65,7 @@ def plan(runs: tuple[Run, ...], parts: int, codec: Codec) -> Plan:
 
 
 def _plan(runs: tuple[Run, ...], parts: int, codec: Codec) -> Plan:
-    align = getattr(codec, "align", getattr(codec, "block", 1))
-    coded, exempt = _deal(runs, False, parts, align), _deal(runs, True, parts, 1)
+    coded, exempt = _deal(runs, False, parts, align_of(codec)), _deal(runs, True, parts, 1)
     made = tuple(_part(pieces, rest, codec) for pieces, rest in zip(coded, exempt, strict=True))
     return Plan(made, max(part.exempt_at + 4 * part.exempt_numel for part in made))
 

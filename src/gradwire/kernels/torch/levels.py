@@ -144,7 +144,7 @@ def _decode_tiles(exponent: Tensor, scale_byte: Tensor, codes_RT: Tensor, grid: 
     return _scaled_polynomial(grid.decoder, t, scale.unsqueeze(2), last.unsqueeze(2)).view(rows, width)
 
 
-def _polynomial(coefficients: tuple[float, ...], x: Tensor) -> Tensor:
+def _polynomial(coefficients: tuple[float | Tensor, ...], x: Tensor) -> Tensor:
     c0, c1, c2, c3 = coefficients
     z = x * x
     return (((z * c3 + c2) * z + c1) * z + c0) * x
@@ -152,9 +152,7 @@ def _polynomial(coefficients: tuple[float, ...], x: Tensor) -> Tensor:
 
 def _scaled_polynomial(coefficients: tuple[float, ...], x: Tensor, scale: Tensor, last: Tensor) -> Tensor:
     """The scale first: times the binade it may be more than a float can hold, where the value is not."""
-    c0, c1, c2, c3 = (scale * c * last for c in coefficients)
-    z = x * x
-    return (((z * c3 + c2) * z + c1) * z + c0) * x
+    return _polynomial(tuple(scale * c * last for c in coefficients), x)
 
 
 def _pack(codes_RT: Tensor, bits: int) -> Tensor:
