@@ -28,6 +28,12 @@ SPECS = [
     "int4:hadamard=64",
     "int4:allocate=true",
     "int3:allocate=true,exempt=none,fairness=1.0",
+    "powersgd:rank=1,warm_start=false,seed=3",
+    "powersgd:rank=2,feedback=false,iterations=2",
+    "powersgd:rank=2,batched=true",
+    "powersgd:rank=12,min_compression=0.5,resync=3",
+    "powersgd:wire=bf16",
+    "powersgd:wire=int8,batched=true,resync=0",
 ]
 
 
@@ -39,6 +45,8 @@ ON_FOUR = (
     "int8",
     "int4:exempt=none,feedback=true",
     "int4:allocate=true",
+    "powersgd",
+    "powersgd:wire=bf16",
 )
 """One of each way over the wire; the others differ in their codec, which does not see how many ranks there are."""
 CASES = [(spec, size) for spec in SPECS for size in ((2, 3, 4) if spec in ON_FOUR else (2, 3))]

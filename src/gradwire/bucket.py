@@ -6,6 +6,8 @@ sees only `Bucket`. A large bucket is cut into chunks, which are buckets too.
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -69,22 +71,26 @@ class Bucket:
         pieces = self.flat.split([segment.numel for segment in self.segments])
         return tuple(_shaped(piece, segment) for piece, segment in zip(pieces, self.segments, strict=True))
 
-    def chunks(self, numel: int) -> list[Bucket]:
-        """Cut into buckets of `numel` values (the last may be shorter), in order, sharing this one's memory."""
+    def chunks(self, numel: int, *, whole: bool = False) -> list[Bucket]:
+        """Cut into buckets of `numel` values (the last may be shorter), in order, sharing this one's memory.
+
+        With `whole` no tensor is cut: a chunk ends with the tensor that brings it to `numel` values or more.
+        """
         if self.flat.is_sparse or self.flat.numel() <= numel:
             return [self]
-        starts = range(0, self.flat.numel(), numel)
+        borders = self._borders(numel) if whole else [*range(0, self.flat.numel(), numel), self.flat.numel()]
         return [
-            Bucket(
-                self.index,
-                self.flat[at : at + numel],
-                cut(self.segments, at, at + numel),
-                self.is_last,
-                self.step,
-                self.memory,
-            )
-            for at in starts
+            dataclasses.replace(self, flat=self.flat[begin:end], segments=cut(self.segments, begin, end))
+            for begin, end in itertools.pairwise(borders)
         ]
+
+    def _borders(self, numel: int) -> list[int]:
+        ends = list(itertools.accumulate(segment.numel for segment in self.segments))
+        borders = [0]
+        for end in ends:
+            if end - borders[-1] >= numel or (end == ends[-1] and end > borders[-1]):
+                borders.append(end)
+        return borders
 
 
 def cut(segments: Sequence[Segment], begin: int, end: int) -> tuple[Segment, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from torch.futures import Future
 from gradwire import checkpoint, kernels
 from gradwire.bucket import Bucket, Memory, Segment
 from gradwire.comm import Comm, gather_texts
-from gradwire.errors import ExchangeError, RegisterError
+from gradwire.errors import ExchangeError, RegisterError, StateError
 from gradwire.exchanges import Exact, Exchange, exchange
 from gradwire.feedback import Residuals
 from gradwire.runner import Job, Runner
@@ -67,12 +68,12 @@ class Hook:
         if self.size == 1 or self.exchange.lanes == 0 or bucket.flat.numel() == 0:
             self._check_open()
             return _done(bucket.flat)
-        bucket = dataclasses.replace(bucket, step=self.steps, memory=self._memory)
+        bucket = dataclasses.replace(bucket, step=max(self.steps - 1, 0), memory=self._memory)
         return self.runner.submit(self._jobs(bucket, scale), bucket.flat, self._meter.add)
 
     def try_out(self, bucket: Bucket) -> None:
         """Average a bucket in place and wait for it, leaving feedback and statistics alone."""
-        jobs = [_job(self.exchange, chunk, None, None) for chunk in bucket.chunks(self.chunk_numel(bucket.flat))]
+        jobs = [_job(self.exchange, chunk, None, None) for chunk in self.chunks(bucket)]
         self.runner.submit(jobs, bucket.flat, lambda *_: None).wait()
 
     def run(self, job: Job) -> None:
@@ -83,10 +84,9 @@ class Hook:
     def _jobs(self, bucket: Bucket, scale: Callable[[], float] | None) -> list[Job]:
         if bucket.flat.is_sparse:
             return [_job(Exact(), bucket, None, scale)]
-        residual = self._residual(bucket)
-        numel = self.chunk_numel(bucket.flat)
-        chunks = bucket.chunks(numel)
-        parts = [None] * len(chunks) if residual is None else residual.split(numel)
+        residual, chunks = self._residual(bucket), self.chunks(bucket)
+        sizes = [chunk.flat.numel() for chunk in chunks]
+        parts = [None] * len(chunks) if residual is None else residual.split(sizes)
         return [_job(self.exchange, *pair, scale) for pair in zip(chunks, parts, strict=True)]
 
     def _residual(self, bucket: Bucket) -> Tensor | None:
@@ -97,13 +97,14 @@ class Hook:
             bucket.flat.add_(owed)
         return None
 
-    def chunk_numel(self, flat: Tensor) -> int:
-        """Values in a chunk: equal parts near the wanted size, cut at whole blocks of every shard."""
-        numel = max(flat.numel(), 1)
+    def chunks(self, bucket: Bucket) -> list[Bucket]:
+        """Equal parts near the wanted size, cut at whole blocks of every shard, or between tensors."""
+        flat, unit = bucket.flat, self.size * self.exchange.align
         wanted = self._chunk_bytes or self.exchange.chunk_bytes(self.size)
-        parts = max(1, round(numel * flat.element_size() / wanted))
-        unit = self.size * self.exchange.align
-        return -(-numel // (parts * unit)) * unit
+        parts = max(1, round(flat.numel() * flat.element_size() / wanted))
+        if unit == 0:
+            return bucket.chunks(-(-flat.numel() // parts), whole=True)
+        return bucket.chunks(-(-flat.numel() // (parts * unit)) * unit)
 
     # -- what users call ---------------------------------------------------------------------------------------
 
@@ -157,10 +158,19 @@ class Hook:
         states = [state] if isinstance(state, Mapping) else list(state)
         step, residuals = checkpoint.unpack(states, self.rank, self.size)
         checkpoint.check_shapes(residuals, self._params())
-        checkpoint.check_names(states[0].get("memory", {}), self._params())
+        memory = checkpoint.copy_of(states[0].get("memory", {}), self.device)
+        checkpoint.check_names(memory, self._params())
+        if (check_memory := getattr(self.exchange, "check_memory", None)) is not None:
+            check_memory(memory, list(self._params()))
         self._residuals.load({name: value.to(self.device) for name, value in residuals.items()})
-        self._memory = checkpoint.copy_of(states[0].get("memory", {}), self.device)
+        self._memory = memory
         self._meter.total_steps = step
+
+    def scale_state(self, factor: float) -> None:
+        """Multiply what feedback keeps, when the gradients' unit changes: new loss scale / old, say."""
+        if not (isinstance(factor, int | float) and math.isfinite(factor) and factor > 0):
+            raise StateError(f"scale_state: factor must be a finite number above 0, got {factor!r}")
+        self._residuals.scale_(factor)
 
     def close(self) -> None:
         """End threads and connections. The model cannot train on afterwards: DDP cannot lose its hook."""

@@ -6,6 +6,7 @@ The grammar is `name[:key=value[,key=value ...]]`. `read` takes text apart, `wri
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
 from types import UnionType
@@ -38,6 +39,15 @@ def write(name: str, options: Mapping[str, object]) -> str:
     """Put a spec together; the inverse of `read`."""
     parts = (f"{key}={_text(value)}" for key, value in options.items())
     return f"{name}:{','.join(parts)}" if options else name
+
+
+def changed(settings: Any) -> dict[str, object]:
+    """The fields of a dataclass that differ from their defaults."""
+    return {
+        field.name: getattr(settings, field.name)
+        for field in dataclasses.fields(settings)
+        if getattr(settings, field.name) != field.default
+    }
 
 
 def build(

@@ -13,10 +13,11 @@ from gradwire.errors import SpecError
 from gradwire.exchanges.all_reduce import Exact
 from gradwire.exchanges.base import Exchange
 from gradwire.exchanges.coded import Coded
+from gradwire.exchanges.low_rank import LowRank
 from gradwire.exchanges.noop import Noop
 from gradwire.spec import build, option_types
 
-__all__ = ["EXCHANGES", "Coded", "Exact", "Exchange", "Noop", "exchange"]
+__all__ = ["EXCHANGES", "Coded", "Exact", "Exchange", "LowRank", "Noop", "exchange"]
 
 
 def _coded(codec: Any) -> Callable[..., Exchange]:
@@ -38,7 +39,7 @@ def _coded(codec: Any) -> Callable[..., Exchange]:
 
 
 EXCHANGES: Mapping[str, Callable[..., Exchange]] = MappingProxyType(
-    {"exact": Exact, "noop": Noop, **{name: _coded(codec) for name, codec in CODECS.items()}}
+    {"exact": Exact, "noop": Noop, "powersgd": LowRank, **{name: _coded(codec) for name, codec in CODECS.items()}}
 )
 
 

@@ -27,7 +27,7 @@ class Exchange(Protocol):
 
     @property
     def align(self) -> int:
-        """Chunks are cut at multiples of (ranks x align) values."""
+        """Chunks are cut at multiples of (ranks x align) values; 0: only between tensors."""
 
     def chunk_bytes(self, size: int) -> int:
         """How much gradient travels at a time on `size` ranks: little enough to overlap, enough to be worth it."""

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import re
-import warnings
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -20,16 +18,15 @@ from gradwire.comm import Comm
 from gradwire.errors import SpecError
 from gradwire.exchanges.all_reduce import all_reduce_
 from gradwire.exchanges.allocate import BLOCK, CODECS, allocated_mean_
+from gradwire.exchanges.exempt import check_matches, check_pattern, is_exempt
 from gradwire.exchanges.one_shot import one_shot_
 from gradwire.exchanges.plan import Plan, Run, plan
 from gradwire.exchanges.two_shot import two_shot_
 from gradwire.feedback import fed_back
-from gradwire.spec import write
+from gradwire.spec import changed, write
 
 Shots = Literal["auto", "one", "two"]
 Accumulate = Literal["fp32", "wire"]
-SMALL = 1024
-"""Tensors of fewer values are exempt by default, like those of one dimension, where few bits are used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +65,7 @@ class Coded:
             raise SpecError(f"{name}: allocate=true is for int2 to int6, without feedback")
         if not 0.0 <= self.fairness <= 1.0:
             raise SpecError(f"{name}: fairness must be from 0 to 1, got {self.fairness}")
-        if self.exempt and ("," in self.exempt or self.exempt != self.exempt.strip()):
-            raise SpecError(
-                f"{name}: exempt must not hold a comma or outer blanks, as it is part of a spec: {self.exempt!r}"
-            )
-        try:
-            re.compile(self.exempt or "")
-        except re.error as error:
-            raise SpecError(f"{name}: exempt must be auto, none or a pattern, got {self.exempt!r} ({error})") from None
+        check_pattern(name, self.exempt or "none")
 
     @property
     def lanes(self) -> int:
@@ -145,28 +135,11 @@ class Coded:
             reduce_(codec, wire, values, torch.stack([wire, wire]), 0, 0.5)
 
     def check(self, params: Sequence[tuple[str, Tensor]]) -> None:
-        """Look at the model once: a pattern must leave something to code, and should find something."""
-        if self.exempt in ("auto", "none") or not params:
-            return
-        found = [name for name, _ in params if re.search(self.exempt or "", name)]
-        if len(found) == len(params):
-            raise SpecError(
-                f"{self.codec.name}: exempt={self.exempt} matches all {len(params)} parameters; use the hook 'exact', "
-                "or a narrower pattern"
-            )
-        if not found:
-            names = ", ".join(name for name, _ in params[:5])
-            warnings.warn(
-                f"{self.codec.name}: exempt={self.exempt} matches none of the {len(params)} parameters ({names}, ...)",
-                stacklevel=4,
-            )
+        """Look at the model once: does `exempt` make sense for it?"""
+        check_matches(self.codec.name, self.exempt or "none", params)
 
     def _exempts(self, segment: Segment) -> bool:
-        if self.exempt == "none":
-            return False
-        if self.exempt == "auto":
-            return segment.param.dim() <= 1 or segment.param.numel() < SMALL
-        return re.search(self.exempt or "", segment.name) is not None
+        return is_exempt(self.exempt or "none", segment)
 
     def _seeded(self, bucket: Bucket, rank: int) -> Codec:
         """The codec, with a seed of its own for this rank, step and chunk where it rounds by chance."""
@@ -181,21 +154,12 @@ class Coded:
         return self.shots == "one" or (self.shots == "auto" and size <= 2)
 
     def __str__(self) -> str:
-        own = {key: value for key, value in _changed(self).items() if value != _defaults(self.codec).get(key)}
+        own = {key: value for key, value in changed(self).items() if value != _defaults(self.codec).get(key)}
         own.pop("codec")
-        return write(self.codec.name, {**_changed(self.codec), **own})
+        return write(self.codec.name, {**changed(self.codec), **own})
 
 
 def _defaults(codec: Codec) -> dict[str, object]:
     """What a codec wants of an exchange, where the user says nothing."""
     few_bits = getattr(codec, "few_bits", False)
     return {"feedback": getattr(codec, "needs_feedback", False), "exempt": "auto" if few_bits else "none"}
-
-
-def _changed(settings: Any) -> dict[str, object]:
-    """The fields of a dataclass that differ from their defaults."""
-    return {
-        field.name: getattr(settings, field.name)
-        for field in dataclasses.fields(settings)
-        if getattr(settings, field.name) != field.default
-    }

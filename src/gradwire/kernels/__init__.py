@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, compiler, float32, nn  # not `import torch`: that is a name of this package
 
-from gradwire.kernels.torch import fp8, half, int8, levels, sign, topk
+from gradwire.kernels.torch import fp8, half, int8, levels, low_rank, sign, topk
 
 log = logging.getLogger("gradwire")
 
@@ -35,7 +35,15 @@ def load() -> ModuleType | None:
 
 
 _cpu: ModuleType | None = None
-_TORCH = {"fp8": fp8, "half": half, "int8": int8, "levels": levels, "sign": sign, "topk": topk}
+_TORCH = {
+    "fp8": fp8,
+    "half": half,
+    "int8": int8,
+    "levels": levels,
+    "low_rank": low_rank,
+    "sign": sign,
+    "topk": topk,
+}
 
 
 def pick(family: str, tensor: Tensor) -> Any:

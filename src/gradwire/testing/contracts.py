@@ -18,6 +18,7 @@ from gradwire.bucket import Bucket, make_bucket
 from gradwire.codecs import Codec, decode
 from gradwire.codecs.base import reduce_, sum_
 from gradwire.exchanges import Exchange
+from gradwire.hook import Hook
 from gradwire.testing.threads import Rank, thread_ranks
 
 SIZES = (0, 1, 2, 3, 7, 31, 32, 33, 63, 64, 65, 255, 256, 257, 1000, 4096, 10_007)
@@ -237,11 +238,11 @@ def check_residual_survives_inf(exchange: Exchange, size: int) -> None:
     def run(rank: Rank) -> bool:
         hook = rank.hook(exchange)
         hook.mean(_bucket(_input(rank.rank, 0, 2000))).wait()
-        before = hook.state_dict()["residuals"]["0"]
+        before = _residual(hook)
         bad = _input(rank.rank, 1, 2000)
         bad[7] = math.inf if rank.rank == 0 else bad[7]
         hook.mean(_bucket(bad)).wait()
-        return bool(before.any()) and torch.equal(before, hook.state_dict()["residuals"]["0"])
+        return bool(before.any()) and torch.equal(before, _residual(hook))
 
     assert all(thread_ranks(size, run))
 
@@ -261,12 +262,22 @@ def check_traffic(exchange: Exchange, size: int) -> None:
 
 
 def _mean(rank: Rank, exchange: Exchange, values: Tensor) -> Tensor:
-    return rank.mean(exchange, [values.view(1, -1)], chunk_bytes=16_384).flat
+    hook, bucket = rank.hook(exchange, chunk_bytes=16_384), _bucket(values)
+    hook.mean(bucket).wait()
+    return bucket.flat
 
 
 def _bucket(values: Tensor, index: int = 0) -> Bucket:
-    """One matrix: vectors may be exempt from coding."""
-    return make_bucket([values.view(1, -1)], [str(index)], index)
+    """A square matrix, and one row with what is left: vectors may be exempt from coding."""
+    side = math.isqrt(values.numel())
+    square, row = values.split([side * side, values.numel() - side * side])
+    return make_bucket([square.view(side, side), row.view(1, -1)], [f"{index}.square", f"{index}.row"], index)
+
+
+def _residual(hook: Hook) -> Tensor:
+    """What is kept for a bucket, in its order."""
+    kept = hook.state_dict()["residuals"]
+    return torch.cat([kept["0.square"], kept["0.row"]])
 
 
 def _sized(index: int, seed: int) -> Tensor:
@@ -282,7 +293,7 @@ def _with_feedback(rank: Rank, exchange: Exchange, steps: int, numel: int) -> tu
     for step in range(steps):
         bucket = _bucket(_input(rank.rank, step, numel))
         means.append(hook.mean(bucket).wait())
-    return means, hook.state_dict()["residuals"]["0"]
+    return means, _residual(hook)
 
 
 EXCHANGE_CHECKS: tuple[Callable[[Exchange, int], None], ...] = (

@@ -26,7 +26,12 @@ def inline(function: Callable[..., Any]) -> Any:
     return _compiled(function, forceinline=True)
 
 
-def _compiled(function: Callable[..., Any], **options: bool) -> Any:
+def loose(function: Callable[..., Any]) -> Any:
+    """Like `inline`, for sums whose order the compiler may choose: not for what must be the same bits on all ranks."""
+    return _compiled(function, forceinline=True, fastmath={"reassoc", "contract", "nsz"})
+
+
+def _compiled(function: Callable[..., Any], **options: Any) -> Any:
     make: Any = numba.njit
     try:
         return make(nogil=True, cache=True, error_model="numpy", **options)(function)

@@ -1,0 +1,49 @@
+"""Which tensors travel as they are: the `exempt` option that several exchanges share."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from gradwire.bucket import Segment
+from gradwire.errors import SpecError
+
+SMALL = 1024
+"""Tensors of fewer values are exempt under `auto`, like those of one dimension."""
+
+
+def check_pattern(name: str, exempt: str) -> None:
+    """Refuse what cannot be a pattern inside a spec. `name` is the hook's."""
+    if "," in exempt or exempt != exempt.strip():
+        raise SpecError(f"{name}: exempt must not hold a comma or outer blanks, as it is part of a spec: {exempt!r}")
+    try:
+        re.compile(exempt)
+    except re.error as error:
+        raise SpecError(f"{name}: exempt must be auto, none or a pattern, got {exempt!r} ({error})") from None
+
+
+def check_matches(name: str, exempt: str, params: Sequence[tuple[str, Tensor]]) -> None:
+    """Look at the model once: a pattern must leave something to compress, and should find something."""
+    if exempt in ("auto", "none") or not params:
+        return
+    found = [param for param, _ in params if re.search(exempt, param)]
+    if len(found) == len(params):
+        raise SpecError(
+            f"{name}: exempt={exempt} matches all {len(params)} parameters; use the hook 'exact', or a narrower pattern"
+        )
+    if not found:
+        names = ", ".join(param for param, _ in params[:5])
+        told = f"{name}: exempt={exempt} matches none of the {len(params)} parameters ({names}, ...)"
+        warnings.warn(told, stacklevel=5)
+
+
+def is_exempt(exempt: str, segment: Segment) -> bool:
+    """Whether a tensor travels as it is."""
+    if exempt == "none":
+        return False
+    if exempt == "auto":
+        return segment.param.dim() <= 1 or segment.param.numel() < SMALL
+    return re.search(exempt, segment.name) is not None
