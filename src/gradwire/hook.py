@@ -44,6 +44,8 @@ class Hook:
         self.rank, self.size, self.device = rank, size, device
         self.runner = runner
         self.layouts: dict[int, tuple[Segment, ...]] = {}
+        self.after_mean: Callable[[Bucket], None] | None = None
+        """Called with every bucket once it is averaged, before DDP gets it, in a thread of the engine: see `optim`."""
         self._chunk_bytes = chunk_bytes
         self._params = params
         self._residuals = Residuals()
@@ -67,9 +69,15 @@ class Hook:
         """
         if self.size == 1 or self.exchange.lanes == 0 or bucket.flat.numel() == 0:
             self._check_open()
+            self._finish(bucket)
             return _done(bucket.flat)
         bucket = dataclasses.replace(bucket, step=max(self.steps - 1, 0), memory=self._memory)
-        return self.runner.submit(self._jobs(bucket, scale), bucket.flat, self._meter.add)
+        after = None if self.after_mean is None else lambda: self._finish(bucket)
+        return self.runner.submit(self._jobs(bucket, scale), bucket.flat, self._meter.add, after)
+
+    def _finish(self, bucket: Bucket) -> None:
+        if self.after_mean is not None:
+            self.after_mean(bucket)
 
     def try_out(self, bucket: Bucket) -> None:
         """Average a bucket in place and wait for it, leaving feedback and statistics alone."""

@@ -41,8 +41,10 @@ class Runner(Protocol):
     def open(self, lanes: int) -> None:
         """Get ready for jobs of up to `lanes` collectives. All ranks together."""
 
-    def submit(self, jobs: Sequence[Job], result: Tensor, report: Report) -> Future[Tensor]:
-        """Run `jobs`, and complete the future with `result` after the last one."""
+    def submit(
+        self, jobs: Sequence[Job], result: Tensor, report: Report, after: Callable[[], None] | None = None
+    ) -> Future[Tensor]:
+        """Run `jobs`, then `after`, and complete the future with `result`."""
 
     def run(self, job: Job) -> None:
         """Run one job and wait for it."""
@@ -54,9 +56,10 @@ class Runner(Protocol):
 class _Pending:
     """A future for several jobs. Its value comes out of a callback: the only way for an error to reach DDP whole."""
 
-    def __init__(self, jobs: int, result: Tensor) -> None:
+    def __init__(self, jobs: int, result: Tensor, after: Callable[[], None] | None) -> None:
         self._gate: Future[None] = Future()
         self._left = jobs
+        self._after = after
         self._error: BaseException | None = None
         self._lock = threading.Lock()
         self.future: Future[Tensor] = self._gate.then(lambda _: self._value(result))
@@ -74,9 +77,18 @@ class _Pending:
             self._left = 0 if error is not None else self._left - 1
             self._error = error
             settled = self._left == 0
+        if settled and error is None and self._after is not None:
+            self._error = self._try(self._after)
         if settled:
             self._gate.set_result(None)
         return settled
+
+    def _try(self, after: Callable[[], None]) -> BaseException | None:
+        try:
+            after()
+        except BaseException as error:
+            return error
+        return None
 
 
 class LaneRunner:
@@ -98,10 +110,12 @@ class LaneRunner:
         """Make the lanes that are missing; no job may be under way."""
         self.lanes.open(lanes, self._next_ticket)
 
-    def submit(self, jobs: Sequence[Job], result: Tensor, report: Report) -> Future[Tensor]:
-        """Queue the jobs under the next tickets."""
+    def submit(
+        self, jobs: Sequence[Job], result: Tensor, report: Report, after: Callable[[], None] | None = None
+    ) -> Future[Tensor]:
+        """Queue the jobs under the next tickets. `after` runs in the thread that ends the last one."""
         self._check_usable()
-        pending, first = _Pending(len(jobs), result), self._next_ticket
+        pending, first = _Pending(len(jobs), result, after), self._next_ticket
         with self._lock:
             idle = not self._open
             self._open.add(pending)
@@ -206,7 +220,9 @@ class StreamRunner:
     def open(self, lanes: int) -> None:
         """Nothing to do: one group serves all."""
 
-    def submit(self, jobs: Sequence[Job], result: Tensor, report: Report) -> Future[Tensor]:
+    def submit(
+        self, jobs: Sequence[Job], result: Tensor, report: Report, after: Callable[[], None] | None = None
+    ) -> Future[Tensor]:
         """Enqueue the jobs now."""
         if self._closed:
             raise ExchangeError("this hook is closed; build DDP anew and register again to go on training")
@@ -217,6 +233,8 @@ class StreamRunner:
                 comm = inline_comm(self._group)
                 job(comm)
                 report(comm.traffic, began, time.perf_counter())
+            if after is not None:
+                after()
             future.set_result(result)
         return future
 

@@ -96,7 +96,7 @@ class LowRank:
 
     def chunk_bytes(self, size: int) -> int:
         """Little travels, so what counts is that the work on one chunk hides the wire of another."""
-        return 1 << 40 if self.batched else 3 << 23
+        return 1 << 40 if self.batched else 8 << 20
 
     def bound(self, size: int) -> float:
         """A projection never loses more than all; the wire of Q adds its own error."""
@@ -213,10 +213,15 @@ class LowRank:
         for name, param in params:
             q, (rows, cols) = memory.get(name, {}).get(self._key), shape_of(param)
             wanted = (self.rank, q.shape[-1] if self.batched and q is not None else cols)
-            if q is not None and tuple(q.shape) != (min(self.rank, rows, cols) if not self.batched else self.rank, wanted[1]):
+            if q is not None and tuple(q.shape) != (
+                min(self.rank, rows, cols) if not self.batched else self.rank,
+                wanted[1],
+            ):
                 wrong.append(f"{name} {tuple(q.shape)}, here {wanted}")
         if wrong:
-            raise StateError(f"the checkpoint has directions (rank, columns) of another hook or model: {'; '.join(wrong)}")
+            raise StateError(
+                f"the checkpoint has directions (rank, columns) of another hook or model: {'; '.join(wrong)}"
+            )
 
     def warm_up(self, device: torch.device) -> None:
         """Use the kernels once, so that no step waits for a compiler."""
@@ -275,13 +280,15 @@ def _power_step(
 ) -> tuple[Thin, Thin, Thin, Tensor]:
     """P and Q, both averaged; what this rank sent of Q; and whether all that travelled is finite."""
     kernel = kernels.pick("low_rank", work)
-    p = Thin([(group.stack.count, group.rank, group.stack.rows) for group in groups], work, riders.out if riders else ())
-    for group, to, q in zip(groups, p.factors, directions, strict=True):
-        kernel.project_(to, work, residual, group.stack, q)
+    p = Thin(
+        [(group.stack.depth, group.rank, group.stack.rows) for group in groups], work, riders.out if riders else ()
+    )
+    for group, to, along in zip(groups, p.factors, directions, strict=True):
+        kernel.project_(to, work, residual, group.stack, along)
     finite = p.mean_(comm, codec)
     if riders is not None:
         riders.back_(p.riders)
-    shapes = [(group.stack.count, group.rank, group.stack.cols) for group in groups]
+    shapes = [(group.stack.depth, group.rank, group.stack.cols) for group in groups]
     q, sent = Thin(shapes, work), Thin(shapes, work)
     for group, across, to in zip(groups, p.factors, q.factors, strict=True):
         kernel.orthonormalize_(across)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 from torch import Tensor
@@ -88,4 +88,3 @@ def _append(matrices: list[Matrices], name: str, at: int, rows: int, cols: int, 
             matrices[-1] = Matrices(stack, (*last.names, name), rank)
             return
     matrices.append(Matrices(Stack(at, rows * cols, 1, rows, cols), (name,), rank))
-

@@ -1,6 +1,6 @@
 """Thin matrices on their way: all of a chunk in one message, with riders that travel as they are.
 
-    [ factors of the first stack, B x R x length ][ of the next ] ... [ riders ]
+[ factors of the first stack, B x R x length ][ of the next ] ... [ riders ]
 """
 
 from __future__ import annotations

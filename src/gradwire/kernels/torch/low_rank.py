@@ -1,6 +1,6 @@
 """Stacks of matrices times thin ones, and orthonormal rows: what PowerSGD is made of.
 
-A stack lies inside a flat tensor: `count` matrices of `rows` x `cols`, `stride` values apart. Thin matrices have the
+A stack lies inside a flat tensor: `depth` matrices of `rows` x `cols`, `stride` values apart. Thin matrices have the
 rank R in front, so that what belongs to one direction is contiguous: `p_BRM` next to rows, `q_BRN` next to columns.
 """
 
@@ -20,13 +20,13 @@ class Stack(NamedTuple):
 
     start: int
     stride: int
-    count: int
+    depth: int
     rows: int
     cols: int
 
     def of(self, flat: Tensor) -> Tensor:
-        """The matrices as a view of `flat`, (count, rows, cols)."""
-        shape, strides = (self.count, self.rows, self.cols), (self.stride, self.cols, 1)
+        """The matrices as a view of `flat`, (depth, rows, cols)."""
+        shape, strides = (self.depth, self.rows, self.cols), (self.stride, self.cols, 1)
         return flat.as_strided(shape, strides, flat.storage_offset() + self.start)
 
 
