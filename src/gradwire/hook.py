@@ -46,6 +46,8 @@ class Hook:
         self.layouts: dict[int, tuple[Segment, ...]] = {}
         self.after_mean: Callable[[Bucket], None] | None = None
         """Called with every bucket once it is averaged, before DDP gets it, in a thread of the engine: see `optim`."""
+        self.before_mean: Callable[[Bucket, bool], None] | None = None
+        """Called with every bucket as it comes, in the thread that runs backward, and whether it opens a step."""
         self._chunk_bytes = chunk_bytes
         self._params = params
         self._residuals = Residuals()
@@ -59,7 +61,10 @@ class Hook:
     def begin(self, bucket: Bucket) -> bool:
         """Count a bucket. True if it opens a step."""
         self.layouts[bucket.index] = bucket.segments
-        return self._meter.begin(bucket.index)
+        first = self._meter.begin(bucket.index)
+        if self.before_mean is not None:
+            self.before_mean(bucket, first)
+        return first
 
     def mean(self, bucket: Bucket, scale: Callable[[], float] | None = None) -> Future[Tensor]:
         """Average a bucket in place, beside whatever the caller does next; the future's value is `bucket.flat`.
@@ -203,6 +208,8 @@ class Hook:
             warm_up(self.device)
         self.runner.open(1)
         self._agree("hook", str(new))
+        if new.align == 0:  # products come out the same only where the same code makes them
+            self._agree("kernels (numba installed, or not)", "numba" if kernels.load() else "torch")
         self._agree("chunk_bytes", str(self._chunk_bytes or "default"))
         self.runner.open(new.lanes)
 

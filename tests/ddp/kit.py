@@ -35,10 +35,12 @@ MAIN = (
     "int8",
     "int4:exempt=none",
     "int2:feedback=true,exempt=none",
+    "powersgd:rank=1,min_compression=0.5",
 )
 """Every way over the wire, on every number of ranks."""
-SPECS = (*MAIN, *(name for name in EXCHANGES if name not in MAIN))
-"""All there are; the ones that are not in MAIN differ in their codec alone, and run on 2 ranks."""
+SPECS = (*MAIN, *(name for name in EXCHANGES if name not in (*MAIN, "powersgd")))
+"""All there are; the ones that are not in MAIN differ in their codec alone, and run on 2 ranks. (At its default rank
+powersgd would say that the small models here are not worth it.)"""
 AVERAGING = tuple(spec for spec in MAIN if gradwire.exchange(spec).lanes)
 FEEDBACK = tuple(spec for spec in MAIN if gradwire.exchange(spec).takes_residual)
 

@@ -19,7 +19,7 @@ def gradient(ranks: Ranks, spec: str | None, **ddp: bool) -> Tensor:
     return model.module.p.grad
 
 
-EIGHT_BITS = tuple(spec for spec in AVERAGING if not spec.startswith(("int2", "int4")))
+EIGHT_BITS = tuple(spec for spec in AVERAGING if not spec.startswith(("int2", "int4", "powersgd")))
 """torch has no hook of fewer, and asks for no more."""
 
 

@@ -15,8 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.ddp import attach
 from gradwire.ddp_comm_hooks import debugging_hooks as debugging
 from gradwire.ddp_comm_hooks import default_hooks as default
+from gradwire.ddp_comm_hooks import powerSGD_hook as powerSGD
 from gradwire.ddp_comm_hooks import quantization_hooks as quantization
-from gradwire.exchanges import exchange
+from gradwire.exchanges import LowRank, exchange
 from gradwire.hook import Hook
 
 __all__ = ["DDPCommHookType", "register_ddp_comm_hook"]
@@ -27,6 +28,19 @@ def _ddp_comm_hook_wrapper(comm_hook: Any, model: DistributedDataParallel, state
     return attach(model, exchange(comm_hook.spec), group=state)
 
 
+def _powerSGD_comm_hook_wrapper(
+    comm_hook: Any,
+    model: DistributedDataParallel,
+    state: Any,
+    matrix_approximation_rank: int,
+    start_powerSGD_iter: int = 1_000,
+) -> Hook:
+    """Register PowerSGD on a model, over `state` or else the model's own group, with state by parameter name."""
+    batched = comm_hook is powerSGD.batched_powerSGD_hook
+    made = LowRank(rank=matrix_approximation_rank, warmup=start_powerSGD_iter, batched=batched)
+    return attach(model, made, group=state)
+
+
 class DDPCommHookType(Enum):
     """The hooks by name: `DDPCommHookType.FP16_COMPRESS.value(model=model, state=process_group)`."""
 
@@ -35,6 +49,18 @@ class DDPCommHookType(Enum):
     BF16_COMPRESS = member(partial(_ddp_comm_hook_wrapper, comm_hook=default.bf16_compress_hook))
     QUANTIZE_PER_TENSOR = member(partial(_ddp_comm_hook_wrapper, comm_hook=quantization.quantization_pertensor_hook))
     QUANTIZE_PER_CHANNEL = member(partial(_ddp_comm_hook_wrapper, comm_hook=quantization.quantization_perchannel_hook))
+    POWER_SGD = member(
+        partial(_powerSGD_comm_hook_wrapper, comm_hook=powerSGD.powerSGD_hook, matrix_approximation_rank=1)
+    )
+    POWER_SGD_RANK2 = member(
+        partial(_powerSGD_comm_hook_wrapper, comm_hook=powerSGD.powerSGD_hook, matrix_approximation_rank=2)
+    )
+    BATCHED_POWER_SGD = member(
+        partial(_powerSGD_comm_hook_wrapper, comm_hook=powerSGD.batched_powerSGD_hook, matrix_approximation_rank=1)
+    )
+    BATCHED_POWER_SGD_RANK2 = member(
+        partial(_powerSGD_comm_hook_wrapper, comm_hook=powerSGD.batched_powerSGD_hook, matrix_approximation_rank=2)
+    )
     NOOP = member(partial(_ddp_comm_hook_wrapper, comm_hook=debugging.noop_hook))
 
 

@@ -212,15 +212,14 @@ class LowRank:
         wrong = []
         for name, param in params:
             q, (rows, cols) = memory.get(name, {}).get(self._key), shape_of(param)
-            wanted = (self.rank, q.shape[-1] if self.batched and q is not None else cols)
-            if q is not None and tuple(q.shape) != (
-                min(self.rank, rows, cols) if not self.batched else self.rank,
-                wanted[1],
-            ):
+            if q is None:
+                continue
+            wanted = (self.rank, q.shape[-1]) if self.batched else (min(self.rank, rows, cols), cols)
+            if tuple(q.shape) != wanted:
                 wrong.append(f"{name} {tuple(q.shape)}, here {wanted}")
         if wrong:
             raise StateError(
-                f"the checkpoint has directions (rank, columns) of another hook or model: {'; '.join(wrong)}"
+                f"the checkpoint is of another rank or model; (rank, columns) by parameter: {'; '.join(wrong)}"
             )
 
     def warm_up(self, device: torch.device) -> None:

@@ -35,6 +35,12 @@ class Layout(NamedTuple):
     rest: tuple[tuple[int, int], ...]
     """(start, numel) of what travels as it is."""
 
+    @property
+    def values(self) -> int:
+        """How many values travel: both thin matrices of each, and the rest."""
+        thin = sum(group.rank * group.stack.depth * (group.stack.rows + group.stack.cols) for group in self.matrices)
+        return thin + sum(numel for _, numel in self.rest)
+
 
 def lay_out(bucket: Bucket, rank: int, worth: Callable[[Segment, int, int], bool]) -> Layout:
     """Sort the tensors of a bucket. `worth` says whether a rows x cols matrix is worth approximating."""
@@ -57,7 +63,8 @@ def lay_out_whole(bucket: Bucket, rank: int, shrinks: Callable[[int, int], bool]
     if numel == 0:
         return Layout((), ())
     side = math.isqrt(numel)
-    rows = min(range(max(1, side - side // 16), side + 1), key=lambda rows: numel % rows)
+    near = range(max(1, side - side // 8), side + 1)
+    rows = min(near, key=lambda rows: rank * (rows + numel // rows) + numel % rows)  # what travels
     cols = numel // rows
     if not shrinks(rows, cols):
         return Layout((), ((0, numel),))
