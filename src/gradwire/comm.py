@@ -17,9 +17,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -69,39 +70,69 @@ class Traffic:
     """When the first collective was asked for (`time.perf_counter`)."""
 
 
+Hold = Callable[[str, int, float, float], float]
+"""Waits as a slower link would: told the collective's name, the ranks, the bytes sent and how long it has taken so far,
+returns how much longer it was made to take."""
+
+slow_link: ContextVar[Hold | None] = ContextVar("slow_link", default=None)
+"""Engines made while this is set are held up by it: see `advisor.link.emulate`."""
+
+
+class Levels(NamedTuple):
+    """How ranks are split into nodes, for `policies.two_level`."""
+
+    node: int
+    """Ranks of a node, consecutive ones."""
+    inside: int
+    """Lanes among the ranks of a node."""
+    across: int
+    """Lanes among ranks that have the same place in their nodes."""
+
+
 class GroupComm:
     """Collectives on `groups`: the k-th one on the k-th group, each in its turn."""
 
-    def __init__(self, rank: int, size: int, run: Callable[[int, Callable[[Any], Any]], tuple[float, float]]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        run: Callable[[int, Callable[[Any], Any]], tuple[float, float]],
+        hold: Hold | None = None,
+    ) -> None:
         self.rank, self.size = rank, size
         self.traffic = Traffic()
         self.used = 0
-        self._run = run
+        self.levels: tuple[GroupComm, ...] = ()
+        """The collectives inside the node and across the nodes, if the engine was opened with levels."""
+        self._run, self._hold = run, hold
 
     def all_reduce_(self, tensor: Tensor) -> Tensor:
         """Ring: every value crosses the wire 2 (size - 1) / size times."""
-        self._collect(lambda group: group.allreduce([tensor]), _bytes(tensor) * 2 * (self.size - 1) / self.size)
+        sent_bytes = _bytes(tensor) * 2 * (self.size - 1) / self.size
+        self._collect("all_reduce", lambda group: group.allreduce([tensor]), sent_bytes)
         return tensor
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Everything to everybody: size - 1 times."""
         out = empty((self.size, tensor.numel()), tensor.dtype, tensor.device)
-        self._collect(lambda group: group._allgather_base(out.view(-1), tensor), _bytes(tensor) * (self.size - 1))
+        sent_bytes = _bytes(tensor) * (self.size - 1)
+        self._collect("all_gather", lambda group: group._allgather_base(out.view(-1), tensor), sent_bytes)
         return out
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
         """Every row but one's own: (size - 1) / size times."""
         out = empty(tensor.shape, tensor.dtype, tensor.device)
-        self._collect(
-            lambda group: group.alltoall_base(out, tensor, [], []), _bytes(tensor) * (self.size - 1) / self.size
-        )
+        sent_bytes = _bytes(tensor) * (self.size - 1) / self.size
+        self._collect("all_to_all", lambda group: group.alltoall_base(out, tensor, [], []), sent_bytes)
         return out
 
-    def _collect(self, issue: Callable[[Any], Any], moved_bytes: float) -> None:
+    def _collect(self, name: str, issue: Callable[[Any], Any], moved_bytes: float) -> None:
         if self.traffic.first_s is None:
             self.traffic.first_s = time.perf_counter()
         lane, self.used = self.used, self.used + 1
         queue_s, wire_s = self._run(lane, issue)
+        if self._hold is not None:
+            wire_s += self._hold(name, self.size, moved_bytes, wire_s)
         self.traffic.queue_s += queue_s
         self.traffic.wire_s += wire_s
         self.traffic.sent_bytes += moved_bytes
@@ -162,7 +193,23 @@ class Lanes:
         self._store = PrefixStore(f"gradwire/{name}", store)
         self._timeout = timeout
         self._lanes: list[Lane] = []
+        self.hold = slow_link.get()
+        """What makes collectives of coming jobs take longer."""
+        self._levels: tuple[Lanes, ...] = ()
         self._broken = False
+
+    def split(self, levels: Levels | None, next_ticket: int) -> None:
+        """Make the lanes of both levels, or drop them. All ranks together."""
+        self._levels = ()
+        if levels is None:
+            return
+        nodes, node, place = self.size // levels.node, *divmod(self.rank, levels.node)
+        inside = Lanes(self._store, place, levels.node, self._timeout, f"{next_ticket}/node/{node}")
+        across = Lanes(self._store, node, nodes, self._timeout, f"{next_ticket}/place/{place}")
+        inside.hold, across.hold = None, self.hold  # an emulated link is the one between the nodes
+        inside.open(levels.inside, next_ticket)
+        across.open(levels.across, next_ticket)
+        self._levels = (inside, across)
 
     def open(self, count: int, next_ticket: int) -> None:
         """Make lanes until there are `count`, which all ranks must ask for; `next_ticket` is the next one let in."""
@@ -174,16 +221,23 @@ class Lanes:
 
     def comm(self, ticket: int) -> GroupComm:
         """The collectives of the job with this ticket."""
-        return GroupComm(self.rank, self.size, lambda lane, issue: self._lane(lane).run(ticket, issue))
+        made = GroupComm(self.rank, self.size, lambda lane, issue: self._lane(lane).run(ticket, issue), self.hold)
+        made.levels = tuple(lanes.comm(ticket) for lanes in self._levels)
+        for part in made.levels:
+            part.traffic = made.traffic
+        return made
 
     def wait_started(self, ticket: int, timeout_s: float) -> None:
         """Wait until the job's first collective is on its way, but not for long."""
-        self._lane(0).wait_issued(ticket, timeout_s)
+        first = self._levels[0] if self._levels else self
+        first._lane(0).wait_issued(ticket, timeout_s)
 
-    def finish(self, ticket: int, used: int) -> None:
+    def finish(self, ticket: int, comm: GroupComm) -> None:
         """The job is done: let the next one through the lanes it did not use."""
-        for lane in self._lanes[used:]:
+        for lane in self._lanes[comm.used :]:
             lane.skip(ticket)
+        for lanes, part in zip(self._levels, comm.levels, strict=True):
+            lanes.finish(ticket, part)
 
     def break_(self, error: BaseException) -> None:
         """This rank cannot go on: say why to the others, and end their waiting."""
@@ -192,7 +246,7 @@ class Lanes:
         self._broken = True
         if not isinstance(error, ExchangeError):
             self._say(f"rank {self.rank}: {type(error).__name__}: {error}")
-        for lane in self._lanes:
+        for lane in (*self._lanes, *(lane for lanes in self._levels for lane in lanes._lanes)):
             lane.break_(error)
 
     def blame(self) -> str:
@@ -205,6 +259,7 @@ class Lanes:
     def close(self) -> None:
         """Drop the groups. Jobs must have ended."""
         self._lanes.clear()
+        self._levels = ()
 
     def _say(self, text: str) -> None:
         with suppress(RuntimeError):  # the store died with its rank: the closed connections must do
@@ -216,7 +271,7 @@ class Lanes:
         return self._lanes[index]
 
 
-def inline_comm(group: Any) -> GroupComm:
+def inline_comm(group: Any, levels: Sequence[Any] = ()) -> GroupComm:
     """Collectives on one group, issued at once by the calling thread: for accelerators, in stream order."""
 
     def run(lane: int, issue: Callable[[Any], Any]) -> tuple[float, float]:
@@ -224,7 +279,18 @@ def inline_comm(group: Any) -> GroupComm:
         issue(group).wait()  # on an accelerator this makes the stream wait, not the host
         return 0.0, time.perf_counter() - issued
 
-    return GroupComm(group.rank(), group.size(), run)
+    made = GroupComm(group.rank(), group.size(), run)
+    made.levels = tuple(inline_comm(part) for part in levels)
+    for part in made.levels:
+        part.traffic = made.traffic
+    return made
+
+
+def level_groups(group: dist.ProcessGroup, levels: Levels) -> tuple[Any, ...]:
+    """This rank's groups inside its node and across the nodes. Its members alone make a group."""
+    ranks, (node, place) = dist.get_process_group_ranks(group), divmod(group.rank(), levels.node)
+    inside, across = ranks[node * levels.node :][: levels.node], ranks[place :: levels.node]
+    return tuple(dist.new_group(part, use_local_synchronization=True) for part in (inside, across))
 
 
 _traced_all_gather = getattr(_traced, "all_gather_single", None) or _traced.all_gather_tensor  # renamed in torch 2.13

@@ -201,6 +201,8 @@ class Hook:
         check, warm_up = getattr(new, "check", None), getattr(new, "warm_up", None)
         if check is not None:
             check(list(self._params()))
+        split = getattr(new, "levels", None)
+        levels = None if split is None else split(self.size)
         if self.size == 1:
             return
         kernels.load()
@@ -211,7 +213,9 @@ class Hook:
         if new.align == 0:  # products come out the same only where the same code makes them
             self._agree("kernels (numba installed, or not)", "numba" if kernels.load() else "torch")
         self._agree("chunk_bytes", str(self._chunk_bytes or "default"))
-        self.runner.open(new.lanes)
+        if levels is not None:
+            self._agree("ranks of a node", str(levels.node))
+        self.runner.open(new.lanes, levels)
 
     def _agree(self, what: str, text: str) -> None:
         said: list[str] = []

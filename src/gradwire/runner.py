@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from gradwire.comm import Comm, Lanes, Traffic, inline_comm
+from gradwire.comm import Comm, Lanes, Levels, Traffic, inline_comm, level_groups
 from gradwire.errors import ExchangeError
 from gradwire.scratch import Scratch
 
@@ -38,8 +38,8 @@ neither the GIL nor the core before a whole time slice has passed."""
 class Runner(Protocol):
     """Runs jobs in the order of submission, the same on every rank."""
 
-    def open(self, lanes: int) -> None:
-        """Get ready for jobs of up to `lanes` collectives. All ranks together."""
+    def open(self, lanes: int, levels: Levels | None = None) -> None:
+        """Get ready for jobs of up to `lanes` collectives, and for those of both levels. All ranks together."""
 
     def submit(
         self, jobs: Sequence[Job], result: Tensor, report: Report, after: Callable[[], None] | None = None
@@ -106,9 +106,10 @@ class LaneRunner:
         for thread in self._threads:
             thread.start()
 
-    def open(self, lanes: int) -> None:
+    def open(self, lanes: int, levels: Levels | None = None) -> None:
         """Make the lanes that are missing; no job may be under way."""
         self.lanes.open(lanes, self._next_ticket)
+        self.lanes.split(levels, self._next_ticket)
 
     def submit(
         self, jobs: Sequence[Job], result: Tensor, report: Report, after: Callable[[], None] | None = None
@@ -172,7 +173,7 @@ class LaneRunner:
         comm = self.lanes.comm(ticket)
         job(comm)
         ended = time.perf_counter()
-        self.lanes.finish(ticket, comm.used)
+        self.lanes.finish(ticket, comm)
         report(comm.traffic, began, ended)
 
     def _settle(self, pending: _Pending) -> None:
@@ -214,11 +215,13 @@ class StreamRunner:
 
     def __init__(self, group: Any, device: torch.device) -> None:
         self._group, self._device = group, device
+        self._levels: Sequence[Any] = ()
         self._stream = None if device.type == "cpu" else torch.Stream(device=device)
         self._closed = False
 
-    def open(self, lanes: int) -> None:
-        """Nothing to do: one group serves all."""
+    def open(self, lanes: int, levels: Levels | None = None) -> None:
+        """One group serves all; each level has its own."""
+        self._levels = () if levels is None else level_groups(self._group, levels)
 
     def submit(
         self, jobs: Sequence[Job], result: Tensor, report: Report, after: Callable[[], None] | None = None
@@ -230,7 +233,7 @@ class StreamRunner:
         with self._side_stream(result):
             for job in jobs:
                 began = time.perf_counter()
-                comm = inline_comm(self._group)
+                comm = inline_comm(self._group, self._levels)
                 job(comm)
                 report(comm.traffic, began, time.perf_counter())
             if after is not None:

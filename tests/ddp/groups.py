@@ -107,6 +107,15 @@ def training_goes_on_after_uneven_inputs(ranks: Ranks) -> None:
         assert trial.hook.steps == before + 1
 
 
+@check(sizes=(4,), specs=("two_level:inside=exact,across=int8,node=2", "two_level:inside=bf16,across=int4,node=2"))
+def two_levels(ranks: Ranks) -> None:
+    """Many small buckets in flight on both levels, and every step is compared."""
+    trial = Trial(ranks, seeded(models.Deep, 6), bucket_cap_mb=0.002)
+    for step in range(4):
+        trial.step(batch(ranks.rank, step))
+    trial.hook.verify()
+
+
 @check(sizes=(4,))
 def two_sub_groups(ranks: Ranks) -> None:
     """{0, 2} and {1, 3} train a model each, and never hear of each other."""

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from . import api, bad, compiled, failures, groups, modes, odd, reference, state  # noqa: F401  importing one adds its checks
-from .kit import CHECKS, GROUP_TIMEOUT_S, MAIN, Check, Ranks
+from .kit import CHECKS, GROUP_TIMEOUT_S, MAIN, SPECS, Check, Ranks
 
 Case = tuple[int, str, str]
 """How many ranks, which check, which spec."""
@@ -35,7 +35,7 @@ def cases(family: str) -> list[Case]:
         if made.family == family
         for size in made.sizes
         for spec in made.specs
-        if size == 2 or _runs_everywhere(spec)
+        if size == 2 or spec not in SPECS or _runs_everywhere(spec)
     ]
 
 

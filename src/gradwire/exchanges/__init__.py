@@ -17,7 +17,7 @@ from gradwire.exchanges.low_rank import LowRank
 from gradwire.exchanges.noop import Noop
 from gradwire.spec import build, option_types
 
-__all__ = ["EXCHANGES", "Coded", "Exact", "Exchange", "LowRank", "Noop", "exchange"]
+__all__ = ["EXCHANGES", "POLICIES", "Coded", "Exact", "Exchange", "LowRank", "Noop", "exchange"]
 
 
 def _coded(codec: Any) -> Callable[..., Exchange]:
@@ -43,10 +43,21 @@ EXCHANGES: Mapping[str, Callable[..., Exchange]] = MappingProxyType(
 )
 
 
+def _two_level(*, inside: str = "exact", across: str = "int8", node: int | None = None) -> Exchange:
+    """Options of the parts are divided by semicolons: `across=int4:block=32;exempt=none`."""
+    from gradwire.policies import TwoLevel  # a policy is made of exchanges, so it comes after them
+
+    return TwoLevel(exchange(inside.replace(";", ",")), exchange(across.replace(";", ",")), node)
+
+
+POLICIES: Mapping[str, Callable[..., Exchange]] = MappingProxyType({"two_level": _two_level})
+"""Exchanges made of exchanges."""
+
+
 def exchange(spec: str | Exchange, **options: object) -> Exchange:
     """The exchange that `spec` names, with `options` on top; an exchange object comes back as it is."""
     if isinstance(spec, str):
-        return build("hook", spec, EXCHANGES, options)
+        return build("hook", spec, {**EXCHANGES, **POLICIES}, options)
     if not isinstance(spec, Exchange):
         raise SpecError(f"a hook is a spec such as 'fp16' or an exchange object, got {type(spec).__name__}")
     if options:
