@@ -20,9 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.bucket import GRADIENT_DTYPES, Bucket, from_ddp, segments_of
 from gradwire.comm import Comm, Lanes, TracedComm
 from gradwire.errors import RegisterError, SpecError
-from gradwire.exchanges import Exchange, exchange
+from gradwire.exchanges import Exact, Exchange, exchange
 from gradwire.hook import Hook
+from gradwire.policies.auto import Auto, Pilot
 from gradwire.runner import THREADS, LaneRunner, Runner, StreamRunner
+from gradwire.spec import build, read
 
 log = logging.getLogger("gradwire")
 
@@ -38,9 +40,15 @@ def register(
     """Average the gradients of a DDP model through `spec`. Call it once, on all ranks, before training.
 
     `spec` is text such as `"fp16"` or `"bf16:accumulate=wire"`, or an exchange object; `options` are those of the spec.
+    `"auto"` tries several while the model trains and goes on with the best (`gradwire.policies.auto`).
     `chunk_bytes` of gradient travel at a time; leave it alone unless you measure. Errors come out here and not at the
     first step.
     """
+    if isinstance(spec, str) and read(spec)[0] == "auto":
+        auto = build("hook", spec, {"auto": Auto}, options)
+        hook = attach(model, Exact(), chunk_bytes=chunk_bytes)
+        hook.pilot = Pilot(hook, auto) if hook.size > 1 else None
+        return hook
     return attach(model, exchange(spec, **options), chunk_bytes=chunk_bytes)
 
 
@@ -117,8 +125,13 @@ class _Carried:
         if isinstance(bucket, tuple):
             return cast(Future[Tensor], traced_mean(self.hook.exchange, self.group, *bucket))
         ours = from_ddp(bucket, lambda param: self._names[param])
+        pilot = self.hook.pilot
         if self.hook.begin(ours):
+            if pilot is not None:
+                pilot.on_step()
             self._scale = self._count_live()
+        if pilot is not None:
+            pilot.on_bucket(ours)
         return self.hook.mean(ours, self._scale)
 
     def _watch_join(self, model: DistributedDataParallel) -> None:

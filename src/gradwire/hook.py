@@ -6,7 +6,7 @@ import dataclasses
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from gradwire.feedback import Residuals
 from gradwire.runner import Job, Runner
 from gradwire.stats import Meter, Stats
 from gradwire.verify import Verification, verify
+
+if TYPE_CHECKING:
+    from gradwire.policies.auto import Pilot
 
 
 class Hook:
@@ -48,6 +51,8 @@ class Hook:
         """Called with every bucket once it is averaged, before DDP gets it, in a thread of the engine: see `optim`."""
         self.before_mean: Callable[[Bucket, bool], None] | None = None
         """Called with every bucket as it comes, in the thread that runs backward, and whether it opens a step."""
+        self.pilot: Pilot | None = None
+        """Who chooses the exchange, under the spec `auto`."""
         self._chunk_bytes = chunk_bytes
         self._params = params
         self._residuals = Residuals()
@@ -123,7 +128,7 @@ class Hook:
 
     def stats(self) -> Stats:
         """Averages per step since registration or the last `switch`. Costs nothing, synchronises nothing."""
-        return self._meter.stats(str(self.exchange))
+        return self._meter.stats(str(self.exchange), "" if self.pilot is None else self.pilot.reason)
 
     def reset_stats(self) -> None:
         """Start averaging anew, for instance after the first steps."""
@@ -143,9 +148,13 @@ class Hook:
         return verify(self, list(self._params()))
 
     def switch(self, spec: str | Exchange, **options: object) -> None:
-        """Go on with another exchange from the next step. What feedback still owes is paid, not lost."""
+        """Go on with another exchange from the next step. What feedback still owes is paid, not lost. Ends `auto`."""
+        self.go_on_with(exchange(spec, **options))
+        self.pilot = None
+
+    def go_on_with(self, new: Exchange) -> None:
+        """The part of `switch` that `auto` uses too."""
         self._check_open()
-        new = exchange(spec, **options)
         self._enter(new)
         self.exchange = new
         self._meter.reset()

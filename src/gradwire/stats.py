@@ -32,6 +32,8 @@ class Stats:
     """Everything after the first collective that is not wire: summing, encoding the mean, decoding."""
     wait_s: float
     """From the last bucket's arrival to the end of the last job: what the optimizer had to wait for."""
+    reason: str = ""
+    """Under `auto`: why it is this hook."""
 
     def as_dict(self) -> dict[str, str | int | float]:
         """A plain mapping, for logging."""
@@ -82,13 +84,15 @@ class Meter:
             self._decode += max(ended - first - traffic.wire_s - traffic.queue_s, 0.0)
             self._ended = max(self._ended, ended)
 
-    def stats(self, hook: str) -> Stats:
+    def stats(self, hook: str, reason: str = "") -> Stats:
         """Averages so far."""
         with self._lock:
             self._close_step()
             steps = max(self._steps, 1)
             sums = (self._sent, self._received, self._encode, self._wire, self._decode, self._waited)
-            return Stats(hook, self._steps, self._buckets / steps, *(value / steps for value in sums))
+            sent, received, encode, wire, decode, waited = (value / steps for value in sums)
+            buckets = self._buckets / steps
+            return Stats(hook, self._steps, buckets, sent, received, encode, wire, decode, waited, reason)
 
     def _close_step(self) -> None:
         self._waited += max(self._ended - self._called, 0.0) if self._called else 0.0

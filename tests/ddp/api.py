@@ -6,6 +6,7 @@ import gc
 import threading
 
 import torch
+import torch.distributed as dist
 
 from gradwire import Bucket, ExchangeError, RegisterError, VerifyError
 from gradwire.exchanges import Coded, Exact, Exchange, Noop
@@ -201,3 +202,16 @@ def is_last_comes_once_and_last(ranks: Ranks) -> None:
         assert [index for index, _ in seen] == list(range(len(seen)))
         assert [last for _, last in seen] == [False] * (len(seen) - 1) + [True]
     assert len(seen) >= 11
+
+
+@check(sizes=(2, 3), specs=("exact",))
+def auto_picks_one_for_all(ranks: Ranks) -> None:
+    model = ranks.wrap(seeded(models.Deep, 3), bucket_cap_mb=0.002)
+    hook = ranks.register(model, "auto", hooks="bf16;int8", max_error=0.05)
+    for step in range(40):
+        model(batch(ranks.rank, step)).sum().backward()
+    picked: list[str] = [""] * ranks.size
+    dist.all_gather_object(picked, f"{hook.exchange} {hook.stats().reason}", group=ranks.group)
+    assert len(set(picked)) == 1, picked
+    assert "ms a step, by the slowest rank" in picked[0]
+    assert hook.verify().identical

@@ -1,0 +1,218 @@
+"""Auto: the hook that is fastest for this model on this network, found by trying while the model trains.
+
+1. A few exact steps, until DDP has its final buckets; then the gradients of one step are set aside.
+2. Every candidate averages those, and drops out if its error is above `max_error`.
+3. The others take turns for a few real steps each, twice over. All ranks gather all times; the slowest rank counts.
+4. The most exact one within 3% of the fastest is taken. If that is `exact`, compression does not pay here.
+5. Every `WATCH` steps the ranks compare times; when a step has become a quarter slower or faster than it was, or after
+   `recheck` steps, the trial starts again. What is in use stays unless another one is more than 5% faster.
+
+All ranks decide from the same numbers, at the same step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from gradwire.bucket import Bucket
+from gradwire.comm import Comm
+from gradwire.errors import SpecError
+from gradwire.exchanges import exchange
+
+if TYPE_CHECKING:
+    from gradwire.hook import Hook
+
+log = logging.getLogger("gradwire")
+
+WARM_STEPS = 3
+TURN_STEPS = 4
+"""Steps of a turn; the first is not counted, as it makes connections and warms caches."""
+TURNS = 2
+WATCH = 50
+NEAR, WORTH, MOVED = 1.03, 1.05, 1.25
+"""As fast as the fastest; worth a change; the link has changed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Auto:
+    """What to choose from, and within which limit."""
+
+    max_error: float = 0.02
+    """Largest error of the mean that is allowed, relative to the mean, on the model's own gradients."""
+    hooks: str = "exact;fp16;bf16;int8;int6;int4"
+    """The candidates, semicolons between them; between the options of one a plus: `int8;int4:block=32+exempt=none`."""
+    recheck: int = 5000
+    """Steps after which the trial starts again, if nothing else makes it."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.max_error < float("inf"):
+            raise SpecError(f"auto: max_error must be above 0, got {self.max_error}")
+        if self.recheck < 1:
+            raise SpecError(f"auto: recheck must be at least 1, got {self.recheck}")
+        for spec in self.specs:
+            if exchange(spec).lanes == 0:
+                raise SpecError(f"auto: {spec} does not average, so it cannot be a candidate")
+
+    @property
+    def specs(self) -> list[str]:
+        """The candidates' specs; `exact` is always among them."""
+        named = [str(exchange(spec.replace("+", ","))) for spec in self.hooks.split(";") if spec]
+        return list(dict.fromkeys(["exact", *named]))
+
+
+class Pilot:
+    """Steers one hook. `on_step` and `on_bucket` are called by the thread that runs backward, on all ranks alike."""
+
+    def __init__(self, hook: Hook, settings: Auto, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.settings = settings
+        self._clock = clock
+        self.reason = "measuring"
+        """Why the hook is what it is, in a sentence."""
+        self._hook = hook
+        self._errors: dict[str, float] = {}
+        self._chosen: str | None = None
+        self._start_over()
+
+    def _start_over(self) -> None:
+        self._step = 0
+        self._aside: list[tuple[Bucket, Tensor]] = []
+        self._plan: list[str] = []
+        self._times: dict[str, list[float]] = {}
+        self._recent: list[float] = []
+        self._began: float | None = None
+
+    # -- called by the hook ------------------------------------------------------------------------------------
+
+    def on_step(self) -> None:
+        """A step begins: note how long the one before took, and do what is due."""
+        self._note_time()
+        if self._step == WARM_STEPS + 1:
+            self._weigh()
+        if self._plan:
+            self._take_turns()
+        elif self._step > WARM_STEPS + 1:
+            self._watch()
+        self._step += 1
+        self._began = self._clock()
+
+    def on_bucket(self, bucket: Bucket) -> None:
+        """Set the local gradients of one step aside."""
+        if self._step == WARM_STEPS + 1 and not bucket.flat.is_sparse:
+            self._aside.append((bucket, bucket.flat.clone()))
+
+    # -- the phases --------------------------------------------------------------------------------------------
+
+    def _note_time(self) -> None:
+        if self._began is None:
+            return
+        taken = self._clock() - self._began
+        self._recent.append(taken)
+        if self._plan or self._times:
+            self._times.setdefault(str(self._hook.exchange), []).append(taken)
+
+    def _weigh(self) -> None:
+        """Drop the candidates whose error is too large; plan the turns of the others."""
+        exact = [values.double() for _, values in self._aside]
+        self._hook.run(lambda comm: _mean_all_(comm, exact))
+        total = sum(float(mean.square().sum()) for mean in exact) ** 0.5
+        self._errors = {spec: self._error(spec, exact, total) for spec in self.settings.specs}
+        self._aside.clear()
+        fit = [spec for spec in self.settings.specs if self._errors[spec] <= self.settings.max_error or spec == "exact"]
+        self._plan = [spec for spec in fit * TURNS for _ in range(TURN_STEPS)] if len(fit) > 1 else []
+        self._times = {}
+        self._switch(fit[0])
+        if not self._plan:
+            self._settle("exact", f"no other candidate is within max_error={self.settings.max_error:g}")
+
+    def _error(self, spec: str, exact: Sequence[Tensor], total: float) -> float:
+        self._switch(spec)
+        lost = 0.0
+        for (bucket, values), mean in zip(self._aside, exact, strict=True):
+            trial = values.clone()
+            self._hook.try_out(dataclasses.replace(bucket, flat=trial))
+            lost += float((trial.double() - mean).square().sum())
+        return lost**0.5 / total if total else 0.0
+
+    def _take_turns(self) -> None:
+        at = self._step - WARM_STEPS - 1
+        if at < len(self._plan):
+            self._switch(self._plan[at])
+            return
+        self._plan = []
+        self._decide()
+
+    def _decide(self) -> None:
+        """All ranks from the same times: of each step, the slowest rank's."""
+        steps = {spec: _counted(times) for spec, times in self._times.items()}
+        gathered = self._slowest([value for times in steps.values() for value in times])
+        medians = {}
+        for spec, times in steps.items():
+            mine, gathered = gathered[: len(times)], gathered[len(times) :]
+            medians[spec] = statistics.median(mine)
+        best = min(medians.values())
+        near = [spec for spec, value in medians.items() if value <= NEAR * best]
+        pick = min(near, key=lambda spec: (self._errors[spec], medians[spec]))
+        if self._chosen in medians and medians[self._chosen] <= WORTH * medians[pick]:
+            pick = self._chosen
+        self._settle(pick, _told(pick, medians, self._errors, self.settings.max_error))
+        self._expected = medians[pick]
+
+    def _settle(self, spec: str, reason: str) -> None:
+        self._switch(spec)
+        self._chosen, self.reason = spec, f"{spec}: {reason}"
+        self._times, self._recent, self._expected = {}, [], 0.0
+        log.info("auto, after %d steps: %s", self._hook.steps, self.reason)
+
+    def _watch(self) -> None:
+        """Has the link changed? Compared with the last trial, by the slowest rank's median."""
+        if len(self._recent) < WATCH:
+            return
+        (now,) = self._slowest([statistics.median(self._recent)])
+        self._recent = []
+        if not self._expected:
+            self._expected = now
+        moved = not self._expected / MOVED <= now <= self._expected * MOVED
+        if moved or self._step >= self.settings.recheck:
+            why = f"a step takes {1e3 * now:.0f} ms, not {1e3 * self._expected:.0f}" if moved else "it is time again"
+            log.info("auto: measuring again, as %s", why)
+            self._start_over()
+
+    # -- machinery ---------------------------------------------------------------------------------------------
+
+    def _switch(self, spec: str) -> None:
+        if str(self._hook.exchange) != spec:
+            self._hook.go_on_with(exchange(spec))
+
+    def _slowest(self, times: Sequence[float]) -> list[float]:
+        mine, got = torch.tensor(times, dtype=torch.float64, device=self._hook.device), []
+        self._hook.run(lambda comm: got.append(comm.all_gather(mine).clone()))
+        return [float(value) for value in got[0].amax(0)]
+
+
+def _counted(times: Sequence[float]) -> list[float]:
+    """Without the first step of each turn."""
+    return [value for position, value in enumerate(times) if position % TURN_STEPS]
+
+
+def _mean_all_(comm: Comm, values: Sequence[Tensor]) -> None:
+    sizes = [value.numel() for value in values]
+    total = comm.all_reduce_(torch.cat(list(values))) / comm.size
+    for value, mean in zip(values, total.split(sizes), strict=True):
+        value.copy_(mean)
+
+
+def _told(pick: str, medians: dict[str, float], errors: dict[str, float], limit: float) -> str:
+    times = ", ".join(f"{spec} {1e3 * value:.0f}" for spec, value in medians.items())
+    out = ", ".join(f"{spec} {error:.2g}" for spec, error in errors.items() if spec not in medians)
+    left = f"; left out for their error: {out}" if out else ""
+    what = "compression does not pay here" if pick == "exact" else f"error {errors[pick]:.2g} of at most {limit:g}"
+    return f"{what}; ms a step, by the slowest rank: {times}{left}"

@@ -1,0 +1,165 @@
+"""Auto, on a clock of the test's own: what it picks, that all ranks pick the same, and when it measures again."""
+
+import pytest
+import torch
+
+from gradwire.bucket import make_bucket
+from gradwire.errors import SpecError
+from gradwire.policies.auto import MOVED, TURN_STEPS, TURNS, WARM_STEPS, WATCH, Auto, Pilot
+from gradwire.spec import build
+from gradwire.testing import thread_ranks
+from gradwire.testing.contracts import gaussian
+
+NUMEL = 4096
+
+
+class Clock:
+    """Time passes when the test says so."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def drive(size, settings, cost_s, steps):
+    """`cost_s(rank, spec, step)` seconds for each step; per rank: the hook's spec at every step, and the reason."""
+
+    def main(rank):
+        clock, hook = Clock(), rank.hook("exact")
+        hook.pilot = Pilot(hook, settings, clock)
+        specs, exact = [], True
+        for step in range(steps):
+            grad = gaussian(NUMEL, seed=10 * step + rank.rank).view(64, 64)
+            bucket = make_bucket([grad])
+            hook.begin(bucket)
+            hook.pilot.on_step()
+            hook.pilot.on_bucket(bucket)
+            hook.mean(bucket).wait()
+            specs.append(str(hook.exchange))
+            mean = sum(gaussian(NUMEL, seed=10 * step + other) for other in range(size)) / size
+            exact &= float((bucket.flat - mean).norm() / mean.norm()) <= settings.max_error * 1.5
+            clock.now += cost_s(rank.rank, specs[-1], step)
+        return specs, hook.stats().reason, exact
+
+    outcomes = thread_ranks(size, main, timeout_s=60.0)
+    assert all(specs == outcomes[0][0] for specs, _, _ in outcomes)
+    assert all(exact for _, _, exact in outcomes)
+    return outcomes[0][0], outcomes[0][1]
+
+
+def trial_steps(candidates):
+    return WARM_STEPS + 2 + TURNS * TURN_STEPS * candidates
+
+
+def costs(**seconds):
+    return lambda rank, spec, step: seconds[spec] * (1.0 + 0.01 * rank)
+
+
+ALL = "exact;bf16;int8"
+
+
+def test_the_fastest_is_taken():
+    specs, reason = drive(2, Auto(hooks=ALL), costs(exact=0.3, bf16=0.18, int8=0.15), trial_steps(3))
+    assert specs[: WARM_STEPS + 1] == ["exact"] * (WARM_STEPS + 1)
+    assert set(specs) == {"exact", "bf16", "int8"}
+    assert specs[-1] == "int8"
+    assert "exact 303" in reason
+    assert "bf16 182" in reason
+    assert reason.startswith("int8: error 0.0")
+
+
+def test_exact_stays_where_nothing_pays():
+    specs, reason = drive(2, Auto(hooks=ALL), costs(exact=0.100, bf16=0.098, int8=0.12), trial_steps(3))
+    assert specs[-1] == "exact"
+    assert "compression does not pay here" in reason
+
+
+def test_the_most_exact_of_those_that_are_as_fast():
+    specs, _ = drive(2, Auto(hooks=ALL), costs(exact=0.3, bf16=0.151, int8=0.15), trial_steps(3))
+    assert specs[-1] == "bf16"
+
+
+def test_an_error_above_the_limit_leaves_a_candidate_out():
+    settings = Auto(hooks="exact;bf16;int4:exempt=none", max_error=0.005)
+    slow = lambda rank, spec, step: {"exact": 0.3, "bf16": 0.2}[spec]  # noqa: E731 - int4 would be a KeyError
+    specs, reason = drive(2, settings, slow, trial_steps(2))
+    assert specs[-1] == "bf16"
+    assert "left out for their error: int4:exempt=none 0." in reason
+
+
+def test_nothing_within_the_limit():
+    specs, reason = drive(2, Auto(hooks=ALL, max_error=1e-9), costs(exact=0.3), trial_steps(1))
+    assert set(specs) == {"exact"}
+    assert "no other candidate is within max_error=1e-09" in reason
+
+
+def test_the_slowest_rank_counts():
+    """To rank 0 int8 looks best; rank 2 has a slow processor."""
+    cost = {0: {"exact": 0.2, "int8": 0.1}, 1: {"exact": 0.2, "int8": 0.1}, 2: {"exact": 0.2, "int8": 0.3}}
+    specs, _ = drive(3, Auto(hooks="exact;int8"), lambda rank, spec, step: cost[rank][spec], trial_steps(2))
+    assert specs[-1] == "exact"
+
+
+def test_a_change_of_the_link_starts_the_trial_again():
+    first = trial_steps(2)
+
+    def cost(rank, spec, step):
+        slow = step > first + 5
+        return {"exact": 0.3 if slow else 0.1, "int8": 0.12}[spec]
+
+    specs, _ = drive(2, Auto(hooks="exact;int8"), cost, first + 3 * WATCH + trial_steps(2))
+    assert specs[first - 1] == "exact"
+    assert specs[-1] == "int8"
+
+
+def test_a_small_change_does_not():
+    first = trial_steps(2)
+    wobble = lambda rank, spec, step: (0.1 if spec == "exact" else 0.2) * (1 + (MOVED - 1.1) * (step % 2))  # noqa: E731
+    specs, _ = drive(2, Auto(hooks="exact;int8"), wobble, first + 3 * WATCH)
+    assert set(specs[first:]) == {"exact"}
+
+
+def test_it_stays_with_what_it_has_unless_a_change_is_worth_it():
+    first = trial_steps(2)
+
+    def cost(rank, spec, step):
+        return {"exact": 0.105, "int8": 0.1}[spec] if step < first else {"exact": 0.104, "int8": 0.108}[spec]
+
+    specs, _ = drive(2, Auto(hooks="exact;int8", recheck=WATCH), cost, first + 2 * WATCH + trial_steps(2))
+    assert specs[first - 1] == "int8"
+    assert "exact" in specs[first:]
+    assert specs[-1] == "int8"
+
+
+def test_a_switch_by_hand_ends_it():
+    def main(rank):
+        hook = rank.hook("exact")
+        hook.pilot = Pilot(hook, Auto())
+        hook.switch("bf16")
+        return hook.pilot, hook.stats().reason
+
+    assert thread_ranks(2, main) == [(None, "")] * 2
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("auto:max_error=0", "max_error must be above 0"),
+        ("auto:max_error=nan", "max_error must be above 0"),
+        ("auto:recheck=0", "recheck must be at least 1"),
+        ("auto:hooks=exact;noop", "noop does not average"),
+        ("auto:hooks=int9", "unknown hook 'int9'"),
+        ("auto:hook=int8", "unknown option 'hook'"),
+    ],
+)
+def test_bad_options(spec, said):
+    with pytest.raises(SpecError, match=said):
+        build("hook", spec, {"auto": Auto})
+
+
+def test_candidates_with_options():
+    made = build("hook", "auto:hooks=int8;int4:block=32+exempt=none", {"auto": Auto})
+    assert made.specs == ["exact", "int8", "int4:block=32,exempt=none"]
+    assert torch.isfinite(torch.tensor(made.max_error))
