@@ -1,0 +1,159 @@
+"""Steps with and without communication, by turns, in a training that stays what it was, bit for bit.
+
+DDP calls a hook for every bucket of gradients while the backward pass still runs, and waits for the answers at its
+end. In a step *with* communication the hook answers as DDP alone would: it starts an all-reduce at once. In a step
+*without* it puts the bucket aside. When the backward pass is through, the clock is stopped, the buckets put aside are
+averaged by the very same all-reduces, and the clock runs on. So every step trains on the same gradients, no copy of
+the model is needed, and what is timed is the user's whole step: data, forward, backward and optimizer.
+"""
+
+# DDP reads the annotations of a hook as objects, so this module must not postpone their evaluation.
+
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+from torch.autograd import Variable
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire.advisor.link import emulate
+from gradwire.bucket import from_ddp
+from gradwire.ddp import make_hook
+from gradwire.errors import RegisterError
+from gradwire.exchanges import Exact
+
+ORDER = (True, False, False, True)
+"""Whether a step communicates, over and over: a machine that grows slower does so for both kinds alike."""
+WARM_UP = 6
+"""Steps before the first timed one: DDP cuts its buckets anew, memory is first touched, caches fill."""
+
+Publish = Callable[[list[float]], None]
+Mean = Callable[[Any], Future[Tensor]]
+
+
+class Clock:
+    """Times whole steps and says which kind the current one is. One for all models of a process.
+
+    A step lasts from the first bucket of one backward pass to the first of the next: nothing is left out, wherever a
+    script begins its loop. `publish` gets all times so far, the slowest rank's of each step, whenever a round of ORDER
+    is complete on all ranks.
+    """
+
+    def __init__(self, steps: int, publish: Publish) -> None:
+        self.communicates = True
+        self._steps, self._publish = -(-steps // len(ORDER)) * len(ORDER), publish
+        self._lead: Alternating | None = None
+        self._begun = 0
+        self._since_s = self._stopped_s = 0.0
+        self._times: list[float] = []
+
+    def begin_step(self, model: "Alternating", group: dist.ProcessGroup, device: torch.device) -> None:
+        """The first bucket of a model is there. Of several models the first to train counts the steps."""
+        self._lead = self._lead or model
+        if model is not self._lead or len(self._times) == self._steps:
+            return
+        took_s = now(device) - self._since_s - self._stopped_s
+        if self._begun > WARM_UP:
+            self._times.append(took_s)
+            self._agree(group, device)
+        done = len(self._times)
+        self.communicates = self._begun < WARM_UP or done == self._steps or ORDER[done % len(ORDER)]
+        self._begun += 1
+        self._stopped_s, self._since_s = 0.0, now(device)
+
+    def stopped(self, seconds: float) -> None:
+        """The step has been held up by so much."""
+        self._stopped_s += seconds
+
+    def _agree(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        """At the end of a round: each step took as long as on the slowest rank."""
+        if len(self._times) % len(ORDER) == 0:
+            latest = torch.tensor(self._times[-len(ORDER) :], dtype=torch.float64, device=device)
+            dist.all_reduce(latest, dist.ReduceOp.MAX, group=group)
+            self._times[-len(ORDER) :] = latest.tolist()
+            self._publish(self._times)
+
+
+class Alternating:
+    """The state of the hook of one model."""
+
+    def __init__(self, model: DistributedDataParallel, clock: Clock, link: str | None) -> None:
+        self._model, self._clock = weakref.ref(model), clock
+        self._group, self._device = model.process_group, next(model.parameters()).device
+        self._names = {param: name for name, param in model.module.named_parameters()}
+        self._mean = self._all_reduce if link is None else self._emulated(link)
+        self._last_index = -1
+        self._communicates = True
+        self._aside: list[tuple[Any, Future[Tensor]]] = []
+
+    def average(self, bucket: Any) -> Future[Tensor]:
+        """What DDP gets for a bucket: its mean over the ranks, now or at the end of the backward pass."""
+        self._check(bucket)
+        first, self._last_index = bucket.index() <= self._last_index or self._last_index < 0, bucket.index()
+        if first:
+            self._clock.begin_step(self, self._group, self._device)
+            self._communicates = self._clock.communicates
+        ours = from_ddp(bucket, lambda param: self._names[param])
+        return self._mean(ours) if self._communicates else self._put_aside(ours)
+
+    def _put_aside(self, bucket: Any) -> Future[Tensor]:
+        if not self._aside:  # runs at the end of the backward pass, before DDP looks for answers
+            Variable._execution_engine.queue_callback(self._make_up)
+        on_host = self._device.type == "cpu"
+        future: Future[Tensor] = Future() if on_host else Future(devices=[self._device])
+        self._aside.append((bucket, future))
+        return future
+
+    def _make_up(self) -> None:
+        """Average what was put aside, off the clock."""
+        began_s = now(self._device)
+        aside, self._aside = self._aside, []
+        means = [self._mean(bucket) for bucket, _ in aside]
+        for mean, (_, future) in zip(means, aside, strict=True):
+            future.set_result(mean.wait())
+        self._clock.stopped(now(self._device) - began_s)
+
+    def _all_reduce(self, bucket: Any) -> Future[Tensor]:
+        """As DDP without a hook does it: the same operations on the same buffer, so the same bits.
+
+        One case is out of reach: on 3, 5, 6, 7... ranks DDP divides gradients that it finds in its buckets
+        (`gradient_as_bucket_view` and `zero_grad(set_to_none=False)`), and multiplies all others by 1 / ranks.
+        """
+        flat = bucket.flat
+        flat.mul_(1.0 / self._group.size())
+        work = dist.all_reduce(flat, group=self._group, async_op=True)
+        assert work is not None
+        return cast(Future[Tensor], work.get_future().then(lambda _: flat))
+
+    def _emulated(self, link: str) -> Mean:
+        with emulate(link):
+            hook = make_hook(Exact(), self._group, self._device)
+        return hook.mean
+
+    def _check(self, bucket: Any) -> None:
+        model = self._model()
+        if isinstance(bucket, tuple):
+            raise RegisterError("headroom cannot time DDP's compiled reducer: run the script without torch.compile")
+        if model is not None and model._join_config.enable:
+            raise RegisterError(
+                "headroom cannot time steps inside Join, as ranks that have run out of inputs take part in no step; "
+                "give all ranks the same number of batches"
+            )
+
+
+def alternating_hook(state: Alternating, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """What DDP calls for every bucket."""
+    return state.average(bucket)
+
+
+def now(device: torch.device) -> float:
+    """Seconds, once the device has done all it was asked to."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter()

@@ -1,0 +1,196 @@
+"""headroom(): what no hook can do better than. The step time with communication, and without any.
+
+`alternate.py` says how both are taken from one and the same training, which is not changed by it.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire.advisor.alternate import ORDER, WARM_UP, Alternating, Clock, alternating_hook
+from gradwire.advisor.link import Link
+from gradwire.errors import SpecError
+from gradwire.launch import Plan, Script, ScriptFailed, follow
+from gradwire.launch.plan import new_plan
+
+STEPS = 80
+BOUND = 0.10
+"""Less exposed communication than this part of a step, and the network is not what holds a run back."""
+MIN_ROUNDS = 2
+EXTRA_STEPS = 2
+"""The built-in script takes so many more than are timed: a step ends when the next begins."""
+
+_clocks: dict[str, Clock] = {}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Headroom:
+    """Step times, the slowest rank's each, from complete rounds of ORDER."""
+
+    with_s: tuple[float, ...]
+    """Steps with communication."""
+    without_s: tuple[float, ...]
+    """Steps without."""
+    ranks: int
+    link: str | None
+    """None: as it is."""
+    wanted_steps: int
+    """Of both kinds together."""
+
+    @property
+    def exposed_s(self) -> float:
+        """How much longer communication makes a step: the median over the rounds."""
+        return statistics.median(self._differences())
+
+    @property
+    def exposed(self) -> float:
+        """The same as a part of the step with communication."""
+        return self.exposed_s / statistics.median(self.with_s)
+
+    @property
+    def exposed_between(self) -> tuple[float, float]:
+        """A 95% interval around it."""
+        step_s = statistics.median(self.with_s)
+        low_s, high_s = median_interval(self._differences())
+        return low_s / step_s, high_s / step_s
+
+    @property
+    def ceiling(self) -> float:
+        """How many times as fast the run would be with a hook that takes no time at all."""
+        return 1 / (1 - max(self.exposed, 0.0))
+
+    @property
+    def is_network_bound(self) -> bool:
+        """Whether there is something to gain."""
+        return self.exposed >= BOUND
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether the interval lies on one side of BOUND."""
+        low, high = self.exposed_between
+        return (low >= BOUND) == (high >= BOUND)
+
+    def verdict(self) -> str:
+        """In a sentence or two."""
+        if self.is_network_bound:
+            text = (
+                f"Network-bound: communication takes {self.exposed:.0%} of a step, and a hook can make this run up to "
+                f"{self.ceiling:.2f}x as fast."
+            )
+        else:
+            text = (
+                f"Not network-bound: communication takes {max(self.exposed, 0):.0%} of a step, less than {BOUND:.0%}, "
+                f"so no hook can make this run more than {self.ceiling:.2f}x as fast. Leave it as it is."
+            )
+        if self.is_certain:
+            return text
+        return f"{text} The steps vary too much to be sure: measure more of them with --steps {2 * self.wanted_steps}."
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, for JSON."""
+        return {
+            "ranks": self.ranks,
+            "link": self.link,
+            "with_communication": _summary(self.with_s),
+            "without_communication": _summary(self.without_s),
+            "exposed_s": self.exposed_s,
+            "exposed": self.exposed,
+            "exposed_between": list(self.exposed_between),
+            "ceiling": self.ceiling,
+            "is_network_bound": self.is_network_bound,
+            "is_certain": self.is_certain,
+            "verdict": self.verdict(),
+        }
+
+    def _differences(self) -> list[float]:
+        """Of each round: two steps with less two steps without, by step."""
+        pairs = (statistics.mean(self.with_s[at : at + 2]) for at in range(0, len(self.with_s), 2))
+        others = (statistics.mean(self.without_s[at : at + 2]) for at in range(0, len(self.without_s), 2))
+        return [one - other for one, other in zip(pairs, others, strict=True)]
+
+
+def headroom(
+    script: Script | None = None,
+    *,
+    steps: int = STEPS,
+    link: str | None = None,
+    nproc: int | None = None,
+    torchrun: Sequence[str] = (),
+    stop: bool = False,
+    report: Callable[[float, str], None] = lambda part, doing: None,
+) -> Headroom | None:
+    """Time `steps` steps of a script, by default of the built-in GPT on 2 ranks, while it trains as ever.
+
+    With `stop` the script is ended as soon as that is done. `nproc` and `torchrun` say how ranks are started; inside a
+    launcher the script runs in this process, and all ranks but the first return None. `report` is told the part done.
+    """
+    if steps < MIN_ROUNDS * len(ORDER):
+        raise SpecError(f"steps must be at least {MIN_ROUNDS * len(ORDER)}, got {steps}")
+    job = {"steps": steps, "link": None if link is None else str(Link.parse(link))}
+    if script is None:
+        nproc = nproc or 2
+        script = Script("gradwire.advisor.builtin", (str(WARM_UP + steps + len(ORDER) + EXTRA_STEPS),), module=True)
+
+    with new_plan("headroom", "gradwire.advisor.headroom:timed", job) as plan:
+
+        def enough() -> bool:
+            done = max((len(note["times"]) for note in plan.notes("times")), default=0)
+            report(min(done / steps, 1.0), f"step {done} of {steps}" if done else "warming up")
+            return stop and done >= steps
+
+        follow(plan, script, nproc, torchrun, enough=enough)
+        return _result(plan)
+
+
+def timed(model: DistributedDataParallel, plan: Plan) -> None:
+    """Time a model of the script, and leave a note after every round."""
+    group, note = model.process_group, plan.new_note("times")
+
+    def publish(times: list[float]) -> None:
+        plan.write(note, {"rank": group.rank(), "ranks": group.size(), "times": times})
+
+    if plan.folder not in _clocks:
+        _clocks[plan.folder] = Clock(plan.job["steps"], publish)
+        publish([])
+    model.register_comm_hook(Alternating(model, _clocks[plan.folder], plan.job["link"]), alternating_hook)
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Between which the median of what `values` are a sample of lies with 95%; all of them, if they are few."""
+    ordered, count = sorted(values), len(values)
+    skip = max(0, math.floor((count - 1.96 * math.sqrt(count)) / 2))
+    return ordered[skip], ordered[count - 1 - skip]
+
+
+def _result(plan: Plan) -> Headroom | None:
+    notes = plan.notes("times")
+    if not notes:
+        raise ScriptFailed("the script ended, but it never built a torch.nn.parallel.DistributedDataParallel")
+    first = max((note for note in notes if note["rank"] == 0), key=lambda note: len(note["times"]), default=None)
+    if first is None:  # it runs elsewhere, and tells there
+        return None
+    times, ranks = first["times"], first["ranks"]
+    if ranks == 1:
+        raise ScriptFailed("the model's process group has one rank: there is no communication; take --nproc 2 or more")
+    if len(times) < MIN_ROUNDS * len(ORDER):
+        need = WARM_UP + MIN_ROUNDS * len(ORDER) + 1
+        raise ScriptFailed(f"the script trained too few steps to say anything: let it train at least {need}")
+    kinds = [ORDER[at % len(ORDER)] for at in range(len(times))]
+    return Headroom(
+        with_s=tuple(time_s for time_s, kind in zip(times, kinds, strict=True) if kind),
+        without_s=tuple(time_s for time_s, kind in zip(times, kinds, strict=True) if not kind),
+        ranks=ranks,
+        link=plan.job["link"],
+        wanted_steps=plan.job["steps"],
+    )
+
+
+def _summary(times_s: Sequence[float]) -> dict[str, Any]:
+    low_s, _, high_s = statistics.quantiles(times_s, n=4, method="inclusive")
+    return {"steps": len(times_s), "median_s": statistics.median(times_s), "quartiles_s": [low_s, high_s]}

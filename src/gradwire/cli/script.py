@@ -1,0 +1,55 @@
+"""What verbs that run a user's script share: the script itself, and how its ranks are started."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from gradwire.launch.launch import check_nproc
+from gradwire.launch.script import Script
+
+TORCHRUN = {
+    "--nnodes": "N",
+    "--node-rank": "N",
+    "--master-addr": "HOST",
+    "--master-port": "PORT",
+    "--rdzv-backend": "NAME",
+    "--rdzv-endpoint": "HOST:PORT",
+    "--rdzv-id": "ID",
+    "--rdzv-conf": "K=V,...",
+    "--max-restarts": "N",
+    "--local-addr": "HOST",
+}
+"""Options that are passed on."""
+
+
+def add_script(parser: argparse.ArgumentParser, *, required: bool) -> None:
+    """The arguments. Everything after the script belongs to it."""
+    parser.add_argument(
+        "--nproc",
+        "--nproc-per-node",
+        type=int,
+        metavar="N",
+        help="start N ranks on this machine, as torchrun does; without it the script runs once, and starts ranks "
+        "itself (mp.spawn, Lightning) or is a rank already (torchrun ... -m gradwire.run)",
+    )
+    parser.add_argument("-m", dest="module", action="store_true", help="the script is the name of a module")
+    group = parser.add_argument_group(
+        "torchrun options", "Passed on to torchrun, which then starts the ranks: for several machines."
+    )
+    for option, value in TORCHRUN.items():
+        group.add_argument(option, metavar=value)
+    parser.add_argument("script", nargs=None if required else "?", help="a Python file that trains with DDP")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
+
+
+def script_of(args: argparse.Namespace) -> Script:
+    """The script that was asked for. SpecError if there is no such file."""
+    return Script.parse([args.script, *args.args], module=args.module)
+
+
+def ranks_of(args: argparse.Namespace) -> dict[str, Any]:
+    """How to start its ranks, as `launch` takes it. SpecError if that makes no sense."""
+    given = ((option, getattr(args, option[2:].replace("-", "_"))) for option in TORCHRUN)
+    torchrun = [f"{option}={value}" for option, value in given if value is not None]
+    return {"nproc": None if args.nproc is None else check_nproc(args.nproc), "torchrun": torchrun}

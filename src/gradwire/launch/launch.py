@@ -1,0 +1,101 @@
+"""launch(): a script under a plan, as it is, on ranks of our own, or on those that torchrun starts."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+
+from torch._C._distributed_c10d import TCPStore
+
+from gradwire.bench.ranks import cores, threads_each
+from gradwire.errors import SpecError
+from gradwire.launch.plan import PARENT, Plan
+from gradwire.launch.script import Script, ScriptFailed
+from gradwire.launch.supervise import Command, supervise
+
+LOCALHOST = "127.0.0.1"
+RANKS_PER_CORE = 4
+MIN_LIMIT = 8
+"""So many ranks may share even the smallest machine."""
+
+
+def launch(
+    script: Script,
+    plan: Plan,
+    *,
+    nproc: int | None = None,
+    torchrun: Sequence[str] = (),
+    enough: Callable[[], bool] = lambda: False,
+) -> None:
+    """Run a script to its end, or until `enough()`. ScriptFailed if it fails; see `supervise`.
+
+    With `nproc` so many ranks start, in the environment that torchrun would give them. With `torchrun`, options of it,
+    torchrun starts them. With neither the script runs once, for those that start ranks by themselves.
+    """
+    env = {**os.environ, **plan.environment()}
+    if torchrun:
+        count = [] if nproc is None else [f"--nproc-per-node={nproc}"]
+        words = [*_python(), "-m", "torch.distributed.run", *count, *torchrun, "-m", "gradwire.launch.rank"]
+        supervise([Command("torchrun", [*words, *script.words()], env)], plan, enough)
+        return
+    env[PARENT] = str(os.getpid())
+    words = [*_python(), "-P", "-m", "gradwire.launch.rank", *script.words()]
+    if nproc is None:
+        with _hint_for_ranks():
+            supervise([Command("the script", words, env)], plan, enough)
+        return
+    with _rendezvous(nproc) as shared:
+        env = {"OMP_NUM_THREADS": str(threads_each(nproc)), **env, **shared}
+        supervise([Command(f"rank {rank}", words, {**env, **_numbers(rank)}) for rank in range(nproc)], plan, enough)
+
+
+def check_nproc(nproc: int) -> int:
+    """SpecError for a number of ranks that makes no sense on this machine."""
+    limit = max(MIN_LIMIT, RANKS_PER_CORE * cores())
+    if not 1 <= nproc <= limit:
+        raise SpecError(f"nproc must be between 1 and {limit} on a machine with {cores()} cores, got {nproc}")
+    return nproc
+
+
+@contextlib.contextmanager
+def _hint_for_ranks() -> Iterator[None]:
+    """A script that was meant for torchrun fails where it looks for its rank: say what is missing."""
+    try:
+        yield
+    except ScriptFailed as failed:
+        if "environment variable RANK expected" not in str(failed):
+            raise
+        hint = "The script expects to be started as a rank: say how many with --nproc N"
+        raise ScriptFailed(f"{failed}\n{hint}", failed.exit_code) from None
+
+
+def _numbers(rank: int) -> dict[str, str]:
+    return dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank))
+
+
+@contextlib.contextmanager
+def _rendezvous(nproc: int) -> Iterator[dict[str, str]]:
+    """The environment that all ranks share. Their store lives here, so that no port has to be guessed."""
+    store = TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)
+    yield {
+        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(nproc)),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": LOCALHOST,
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RUN_ID": f"gradwire-{os.getpid()}",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+    }
+    del store
+
+
+def _python() -> list[str]:
+    """This interpreter with its own flags, such as -W."""
+    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    return [sys.executable, *(flag for flag in flags if flag != "-P")]

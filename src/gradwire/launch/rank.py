@@ -1,0 +1,41 @@
+"""One rank of a script: `python -m gradwire.launch.rank [-m] script args`, under the plan in its environment."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+from gradwire.launch.plan import PARENT, Plan
+from gradwire.launch.script import Script, ScriptFailed, run_under
+
+PR_SET_PDEATHSIG = 1
+
+
+def main() -> int:
+    """The exit code. What went wrong stands in a note."""
+    _end_with_parent()
+    words, plan = sys.argv[1:], Plan.current()
+    module = words[0] == "-m"
+    if plan is None:
+        raise SystemExit("gradwire.launch.rank is started by `gradwire run`, not by hand")
+    try:
+        run_under(plan, Script.parse(words[module:], module=module))
+    except ScriptFailed as failed:
+        return failed.exit_code
+    return 0
+
+
+def _end_with_parent() -> None:
+    """Where the system can (Linux): do not outlive the process that started this one, however it ends."""
+    parent = os.environ.pop(PARENT, None)
+    if parent is None or not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(parent):
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

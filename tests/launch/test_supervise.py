@@ -1,0 +1,125 @@
+"""Processes without torch, which start in no time."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from gradwire.errors import SpecError
+from gradwire.launch import Script, ScriptFailed
+from gradwire.launch.launch import check_nproc
+from gradwire.launch.plan import new_plan
+from gradwire.launch.processes import below
+from gradwire.launch.supervise import Command, supervise
+
+
+@pytest.fixture
+def plan():
+    with new_plan("run", "nowhere:nothing", {}) as plan:
+        yield plan
+
+
+def ranks(*programs):
+    return [Command(f"rank {rank}", [sys.executable, "-c", text], os.environ) for rank, text in enumerate(programs)]
+
+
+def note(plan, rank, text, *, echo, time_s):
+    plan.write(plan.new_note("failed"), {"who": f"rank {rank}", "traceback": text, "echo": echo, "time_s": time_s})
+
+
+def test_all_end_well(plan, capfd):
+    supervise(ranks("print('one')", "print('two')"), plan)
+    assert sorted(capfd.readouterr().out.split()) == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("program", "text", "code"),
+    [
+        ("raise SystemExit(7)", "rank 1 ended with exit code 7", 7),
+        ("import os; os.kill(os.getpid(), 11)", "rank 1 was killed by SIGSEGV", 139),
+    ],
+)
+def test_the_exit_code_of_a_rank_is_kept_and_the_others_are_ended(plan, program, text, code):
+    with pytest.raises(ScriptFailed) as caught:
+        supervise(ranks("import time; time.sleep(1000)", program), plan)
+    assert (str(caught.value), caught.value.exit_code) == (text, code)
+
+
+def test_the_error_that_is_no_echo_is_told(plan):
+    note(plan, 0, "connection closed", echo=True, time_s=1)
+    note(plan, 1, "the cause", echo=False, time_s=2)
+    note(plan, 2, "a later one", echo=False, time_s=3)
+    with pytest.raises(ScriptFailed, match=r"^rank 1 failed:\nthe cause$"):
+        supervise(ranks("raise SystemExit(1)"), plan)
+
+
+STUBBORN = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+own = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True)
+open(sys.argv[1] + "/pids", "w").write(f"{os.getpid()} {own.pid} ")
+time.sleep(1000)
+"""
+
+
+def test_ctrl_c_ends_those_that_will_not_hear_and_all_below_them(plan, tmp_path):
+    words = [sys.executable, "-c", STUBBORN, str(tmp_path)]
+
+    def interrupt():
+        while len((tmp_path / "pids").read_text().split() if (tmp_path / "pids").exists() else []) < 2:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        supervise([Command("rank 0", words, os.environ)], plan)
+    for pid in map(int, (tmp_path / "pids").read_text().split()):
+        assert not alive(pid)
+
+
+def alive(pid):
+    status = Path(f"/proc/{pid}/stat")
+    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_enough_ends_them_without_an_error(plan):
+    asked = iter([False, False, True])
+    supervise(ranks("import time; time.sleep(1000)"), plan, lambda: next(asked))
+
+
+def test_below_finds_the_tree_and_not_its_neighbours():
+    neighbour, root = (subprocess.Popen(["sleep", "1000"]) for _ in range(2))
+    try:
+        assert [pid for pid, _ in below([root.pid])] == [root.pid]
+        assert {root.pid, neighbour.pid} <= {pid for pid, _ in below([os.getpid()])}
+    finally:
+        for process in (neighbour, root):
+            process.kill()
+            process.wait()
+
+
+def test_notes_are_whole_and_go_with_the_run():
+    with new_plan("run", "nowhere:nothing", {"spec": "bf16"}) as plan:
+        name = plan.new_note("model")
+        plan.write(name, {"steps": 1})
+        plan.write(name, {"steps": 2})
+        plan.write(plan.new_note("failed"), 3)
+        assert plan.notes("model") == [{"steps": 2}]
+    assert not Path(plan.folder).exists()
+    plan.write(name, {"steps": 3})  # from a process that ends later
+    assert plan.notes("model") == []
+
+
+def test_scripts_and_numbers_of_ranks_are_checked(tmp_path):
+    with pytest.raises(SpecError, match=r"script '.*nosuch.py' does not exist; give the path of a Python file"):
+        Script.parse([str(tmp_path / "nosuch.py")])
+    assert Script.parse(["pkg.train", "--x"], module=True).words() == ["-m", "pkg.train", "--x"]
+    for nproc in (0, -1, 10**6):
+        with pytest.raises(SpecError, match=f"nproc must be between 1 and .*, got {nproc}"):
+            check_nproc(nproc)
