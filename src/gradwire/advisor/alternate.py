@@ -33,7 +33,7 @@ ORDER = (True, False, False, True)
 WARM_UP = 6
 """Steps before the first timed one: DDP cuts its buckets anew, memory is first touched, caches fill."""
 
-Publish = Callable[[list[float]], None]
+Publish = Callable[[list[float], list[float]], None]
 Mean = Callable[[Any], Future[Tensor]]
 
 
@@ -42,7 +42,8 @@ class Clock:
 
     A step lasts from the first bucket of one backward pass to the first of the next: nothing is left out, wherever a
     script begins its loop. `publish` gets all times so far, the slowest rank's of each step, whenever a round of ORDER
-    is complete on all ranks.
+    is complete on all ranks, and when this rank's buckets came and backward ended in the last step without
+    communication.
     """
 
     def __init__(self, steps: int, publish: Publish) -> None:
@@ -52,6 +53,8 @@ class Clock:
         self._begun = 0
         self._since_s = self._stopped_s = 0.0
         self._times: list[float] = []
+        self._came_s: list[float] = []
+        self._last_came_s: list[float] = []
 
     def begin_step(self, model: "Alternating", group: dist.ProcessGroup, device: torch.device) -> None:
         """The first bucket of a model is there. Of several models the first to train counts the steps."""
@@ -65,7 +68,15 @@ class Clock:
         done = len(self._times)
         self.communicates = self._begun < WARM_UP or done == self._steps or ORDER[done % len(ORDER)]
         self._begun += 1
+        if len(self._came_s) > 1:
+            self._last_came_s = self._came_s
+        self._came_s = []
         self._stopped_s, self._since_s = 0.0, now(device)
+
+    def came(self, model: "Alternating", device: torch.device) -> None:
+        """A bucket has come, or backward has ended, in a step without communication."""
+        if model is self._lead:
+            self._came_s.append(now(device) - self._since_s)
 
     def stopped(self, seconds: float) -> None:
         """The step has been held up by so much."""
@@ -77,7 +88,7 @@ class Clock:
             latest = torch.tensor(self._times[-len(ORDER) :], dtype=torch.float64, device=device)
             dist.all_reduce(latest, dist.ReduceOp.MAX, group=group)
             self._times[-len(ORDER) :] = latest.tolist()
-            self._publish(self._times)
+            self._publish(self._times, self._last_came_s)
 
 
 class Alternating:
@@ -108,11 +119,13 @@ class Alternating:
         on_host = self._device.type == "cpu"
         future: Future[Tensor] = Future() if on_host else Future(devices=[self._device])
         self._aside.append((bucket, future))
+        self._clock.came(self, self._device)
         return future
 
     def _make_up(self) -> None:
         """Average what was put aside, off the clock."""
         began_s = now(self._device)
+        self._clock.came(self, self._device)
         aside, self._aside = self._aside, []
         means = [self._mean(bucket) for bucket, _ in aside]
         for mean, (_, future) in zip(means, aside, strict=True):

@@ -42,6 +42,8 @@ class Headroom:
     """None: as it is."""
     wanted_steps: int
     """Of both kinds together."""
+    came_s: tuple[float, ...] = ()
+    """When rank 0's buckets came, and last when backward ended, from the first bucket on, without communication."""
 
     @property
     def exposed_s(self) -> float:
@@ -152,12 +154,12 @@ def timed(model: DistributedDataParallel, plan: Plan) -> None:
     """Time a model of the script, and leave a note after every round."""
     group, note = model.process_group, plan.new_note("times")
 
-    def publish(times: list[float]) -> None:
-        plan.write(note, {"rank": group.rank(), "ranks": group.size(), "times": times})
+    def publish(times: list[float], came_s: list[float]) -> None:
+        plan.write(note, {"rank": group.rank(), "ranks": group.size(), "times": times, "came_s": came_s})
 
     if plan.folder not in _clocks:
         _clocks[plan.folder] = Clock(plan.job["steps"], publish)
-        publish([])
+        publish([], [])
     model.register_comm_hook(Alternating(model, _clocks[plan.folder], plan.job["link"]), alternating_hook)
 
 
@@ -188,6 +190,7 @@ def _result(plan: Plan) -> Headroom | None:
         ranks=ranks,
         link=plan.job["link"],
         wanted_steps=plan.job["steps"],
+        came_s=tuple(first["came_s"]),
     )
 
 

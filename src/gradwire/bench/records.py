@@ -1,18 +1,28 @@
-"""What a measured run is asked for (Settings) and what comes out of it (Record, one a hook)."""
+"""What a measured run is asked for (Settings) and what comes out of it: a Record a hook, and in files a Run a cell."""
 
 from __future__ import annotations
 
+import os
+import platform
 import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from gradwire.bench.workload import WorkloadSettings
 from gradwire.errors import SpecError
+from gradwire.version import __version__
 
 PLAIN = "plain"
 """DDP without any hook: the baseline, always a row."""
 MAX_NPROC = 64
+SCHEMA = 1
+"""Of `Run`: raised whenever an older reader would misunderstand a newer file, or the other way round."""
+NO_LINK = "none"
+"""The link as it is: nothing is emulated."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,6 +115,113 @@ class Record:
     def wire_s(self, bits_per_s: float) -> float:
         """The least time that the sent bytes need on a link of this speed. Computed, not measured."""
         return self.sent_bytes * 8 / bits_per_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Split:
+    """Where the time of a step goes, mean over the ranks. `compute_s + wait_s` is the median step; the exchange's own
+    work (encode, wire, decode) overlaps with both, and with itself, as several chunks are under way at a time."""
+
+    compute_s: float
+    """Forward, backward and optimizer, with the exchange beside them."""
+    encode_s: float
+    wire_s: float
+    decode_s: float
+    wait_s: float
+    """Nothing left to do but wait for the exchange."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Origin:
+    """Where a run was made. Numbers from different origins do not compare."""
+
+    machine: str
+    system: str
+    cores: int
+    python: str
+    torch: str
+    gradwire: str
+
+    @classmethod
+    def here(cls) -> Origin:
+        """This machine and these versions."""
+        return cls(
+            machine=_processor(),
+            system=f"{platform.system()} {platform.machine()}",
+            cores=os.cpu_count() or 1,
+            python=platform.python_version(),
+            torch=torch.__version__,
+            gradwire=__version__,
+        )
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Cell:
+    """A place in the grid of runs; a file holds one Run for each."""
+
+    repeat: int
+    ranks: int
+    link: str
+    """NO_LINK, or as `advisor.link` writes it."""
+    hook: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """A line of a records file: one cell, measured, with all that is needed to read it alone."""
+
+    cell: Cell
+    repeats: int
+    """How many runs this cell was to get; their seeds follow each other."""
+    link_bits_per_s: float | None
+    """None: not limited."""
+    settings: Settings
+    """With this run's own seed."""
+    origin: Origin
+    began: str
+    """UTC, ISO 8601."""
+    split: Split | None
+    """None where no hook counts: under PLAIN."""
+    losses: tuple[float, ...]
+    """Training loss of every step, mean over the ranks."""
+    record: Record
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Run:
+        """The inverse of `as_dict`. KeyError or TypeError if something is missing or too much."""
+        return cls(
+            cell=Cell(**values["cell"]),
+            repeats=values["repeats"],
+            link_bits_per_s=values["link_bits_per_s"],
+            settings=Settings.from_dict(values["settings"]),
+            origin=Origin(**values["origin"]),
+            began=values["began"],
+            split=None if values["split"] is None else Split(**values["split"]),
+            losses=tuple(values["losses"]),
+            record=Record.from_dict(values["record"]),
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON, with the schema's version and the spread of the step time."""
+        low_s, high_s = self.record.quartiles_s
+        summary = {"median_s": self.record.median_s, "spread_s": [low_s, high_s]}
+        return {
+            "schema": SCHEMA,
+            **asdict(self),
+            "losses": list(self.losses),
+            "record": self.record.as_dict(),
+            "step": summary,
+        }
+
+
+def _processor() -> str:
+    """The name of the processor, where the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
 
 
 def _check(holds: bool, message: str) -> None:

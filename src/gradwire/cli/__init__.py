@@ -8,21 +8,29 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from gradwire.cli import demo
+from gradwire.cli import advise, bench, completion, demo, headroom, probe, report, run, simulate
 from gradwire.errors import GradwireError, SpecError
 from gradwire.version import __version__
 
-VERBS = (demo,)
+VERBS = (demo, run, headroom, advise, probe, simulate, bench, report, completion)
 EXAMPLES = """\
 examples:
   gradwire demo                        every hook against plain DDP on 2 local processes, in about a minute
   gradwire demo --hooks fp16 bf16      only these hooks
+  gradwire run --hook bf16 --nproc 2 train.py
+                                       an unmodified DDP script under a hook
+  gradwire headroom --nproc 2 train.py how much faster any hook could make it
+  gradwire advise --nproc 2 train.py   which hook to use, if any
+  gradwire probe --link 1gbit          latency and bandwidth of each collective, speed of each codec
+  gradwire simulate --ranks 8..1024    step times of every hook on more ranks than there are here
+  gradwire bench --links none 1gbit    hooks x links x ranks, into records.jsonl
+  gradwire report records.jsonl        the records as a page, with what to do
   gradwire demo --help                 all options of a verb
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line. 0: done, 1: it failed, 2: it was not understood, 130: interrupted."""
+    """Run a command line. 0: done, 1: it failed, 2: it was not understood, 130: interrupted; a script's own is kept."""
     try:
         args = parser().parse_args(argv)
         args.run(args)
@@ -31,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SpecError as error:
         return _fail(error, 2)
     except GradwireError as error:
-        return _fail(error, 1)
+        return _fail(error, getattr(error, "exit_code", 1))
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
     except BrokenPipeError:  # whoever read our output has gone; keep the interpreter from writing the rest
@@ -64,5 +72,6 @@ class Parser(argparse.ArgumentParser):
 
 
 def _fail(error: object, code: int) -> int:
-    print(f"gradwire: error: {error}" if code < 128 else f"gradwire: {error}", file=sys.stderr)
+    if str(error):  # else whatever failed has said so itself
+        print(f"gradwire: {error}" if error == "interrupted" else f"gradwire: error: {error}", file=sys.stderr)
     return code

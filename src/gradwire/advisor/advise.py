@@ -1,0 +1,207 @@
+"""advise(): is this run held back by the network, which hook is best for it, and the line of code to paste.
+
+1. `headroom` times steps with and without communication: below 10%, the answer is not to compress.
+2. A survey of every hook on the same script: error, predicted and measured step time (`survey.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire.advisor.headroom import STEPS, Headroom, headroom
+from gradwire.advisor.link import Link, emulate
+from gradwire.advisor.survey import ALWAYS, MEASURED, Survey
+from gradwire.ddp import attach
+from gradwire.exchanges import EXCHANGES, Exact, exchange
+from gradwire.launch import Plan, Script, ScriptFailed, follow
+from gradwire.launch.plan import new_plan
+from gradwire.policies.auto import TURN_STEPS, TURNS, WARM_STEPS, Auto
+
+PAYS = 1.10
+"""A hook that makes a run faster by less than this is not worth its risk."""
+_taken: set[str] = set()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One hook."""
+
+    hook: str
+    predicted_s: float
+    measured_s: float | None
+    """None: it did not look promising enough to be measured, or its error is too large."""
+    error: float
+    """Of the mean, relative to the mean, on the model's own gradients."""
+    sent_bytes: float
+    """By a rank, each step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """What to do, and why."""
+
+    headroom: Headroom
+    rows: tuple[Row, ...]
+    pick: str
+    """The hook to use; `exact` for none."""
+    max_error: float
+
+    @property
+    def compress(self) -> bool:
+        """Whether a hook pays."""
+        return self.pick != "exact"
+
+    @property
+    def line(self) -> str:
+        """What to paste into the script."""
+        return f'gradwire.register(model, "{self.pick}")' if self.compress else "# no hook: DDP as it is"
+
+    def reason(self) -> str:
+        """In a sentence or two."""
+        exact, picked = self._measured("exact"), self._measured(self.pick)
+        found = self.headroom
+        if not self.compress and not found.is_network_bound:
+            return (
+                f"Do not compress: {found.exposed:.0%} of a step is exposed communication, and below 10% no hook pays."
+            )
+        if not self.compress:
+            return (
+                f"Do not compress: up to {found.ceiling:.2f}x is there to gain, but of the hooks with an error of at "
+                f"most {self.max_error:g} none was at least {PAYS:.2f}x as fast as exact averaging."
+            )
+        return (
+            f"Use {self.pick}: a step takes {1e3 * picked:.1f} ms instead of {1e3 * exact:.1f}, {exact / picked:.2f}x "
+            f"as fast, of at most {found.ceiling:.2f}x; the error of the mean is {self._row(self.pick).error:.2g}."
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, for JSON."""
+        rows = [{field: getattr(row, field) for field in Row.__slots__} for row in self.rows]
+        told = {"pick": self.pick, "compress": self.compress, "reason": self.reason(), "line": self.line}
+        return {**told, "max_error": self.max_error, "headroom": self.headroom.as_dict(), "hooks": rows}
+
+    def _row(self, hook: str) -> Row:
+        return next(row for row in self.rows if row.hook == hook)
+
+    def _measured(self, hook: str) -> float:
+        return self._row(hook).measured_s or self._row(hook).predicted_s
+
+
+def advise(
+    script: Script | None = None,
+    *,
+    hooks: Sequence[str] = (),
+    max_error: float = 0.02,
+    steps: int = STEPS,
+    link: str | None = None,
+    nproc: int | None = None,
+    torchrun: Sequence[str] = (),
+    report: Callable[[float, str], None] = lambda part, doing: None,
+) -> Advice | None:
+    """Run a script twice, by default the built-in GPT on 2 ranks, until enough is known, and say what to do.
+
+    In the first run training is as ever; in the second it uses the hooks, so its results are not for keeping. Inside a
+    launcher all ranks but the first return None.
+    """
+    settings = _settings(hooks, max_error)
+    ranks: dict[str, Any] = {"nproc": nproc, "torchrun": torchrun}
+    first = lambda part, doing: report(part / 2, f"headroom: {doing}")  # noqa: E731 - the same bar for both runs
+    found = headroom(script, steps=steps, link=link, stop=True, report=first, **ranks)
+    told = _survey(script, settings, found, link, ranks, report)
+    if found is None or told is None:
+        return None
+    rows = tuple(Row(**row) for row in told["rows"])
+    return Advice(headroom=found, rows=rows, pick=_pick(rows, found, max_error), max_error=max_error)
+
+
+def _pick(rows: Sequence[Row], found: Headroom, max_error: float) -> str:
+    """The most exact of the fastest, if it is worth it."""
+    fit = {row.hook: row for row in rows if row.measured_s and (row.error <= max_error or row.hook == "exact")}
+    exact = fit["exact"].measured_s
+    best = min(row.measured_s for row in fit.values() if row.measured_s)
+    if not found.is_network_bound or exact is None or exact / best < PAYS:
+        return "exact"
+    near = [row for row in fit.values() if row.measured_s and row.measured_s <= 1.03 * best]
+    return min(near, key=lambda row: row.error).hook
+
+
+def _settings(hooks: Sequence[str], max_error: float) -> Auto:
+    named = [str(exchange(spec)) for spec in hooks] or [name for name in EXCHANGES if name != "noop"]
+    joined = ";".join(dict.fromkeys([*ALWAYS, *named])).replace(",", "+")
+    return Auto(hooks=joined, max_error=max_error, recheck=1 << 60)
+
+
+def _survey(
+    script: Script | None,
+    settings: Auto,
+    found: Headroom | None,
+    link: str | None,
+    ranks: dict[str, Any],
+    report: Callable[[float, str], None],
+) -> dict[str, Any] | None:
+    """The second run."""
+    turns = TURNS * TURN_STEPS * (MEASURED + len(ALWAYS))
+    if script is None:
+        ranks = {**ranks, "nproc": ranks["nproc"] or 2}
+        script = Script("gradwire.advisor.builtin", (str(WARM_STEPS + turns + 8),), module=True)
+    job = {
+        "hooks": settings.hooks,
+        "max_error": settings.max_error,
+        "link": None if link is None else str(Link.parse(link)),
+        "compute": None if found is None else _compute_of(found),
+    }
+    with new_plan("advise", "gradwire.advisor.advise:surveyed", job) as plan:
+
+        def enough() -> bool:
+            done = max((note["steps"] for note in plan.notes("progress")), default=0)
+            report(0.5 + min(done / turns, 1.0) / 2, "weighing hooks" if not done else f"step {done} of {turns}")
+            return bool(plan.notes("survey"))
+
+        follow(plan, script, ranks["nproc"], ranks["torchrun"], enough=enough)
+        notes = plan.notes("survey")
+        if not notes and ranks["nproc"] is not None:
+            raise ScriptFailed(f"the script trained too few steps to try the hooks: let it train at least {turns + 8}")
+        return notes[0] if notes else None
+
+
+def _compute_of(found: Headroom) -> dict[str, Any]:
+    step_s = statistics.median(found.without_s)
+    *ready, backward_s = found.came_s or (step_s * 2 / 3,)
+    cores = max((os.cpu_count() or 1) / found.ranks, 0.5)
+    return {
+        "forward_s": max(step_s - backward_s, 0.0),
+        "ready_s": ready,
+        "backward_s": backward_s,
+        "cores": cores,
+        "threads": min(torch.get_num_threads(), max(1, round(cores))),
+    }
+
+
+def surveyed(model: DistributedDataParallel, plan: Plan) -> None:
+    """Survey the first model of the script, and leave a note."""
+    if plan.folder in _taken:
+        return
+    _taken.add(plan.folder)
+    link, progress = plan.job["link"], plan.new_note("progress")
+    settings = Auto(hooks=plan.job["hooks"], max_error=plan.job["max_error"], recheck=1 << 60)
+    if link is None:
+        hook = attach(model, Exact())
+    else:
+        with emulate(link):
+            hook = attach(model, Exact())
+
+    def publish(told: dict[str, Any]) -> None:
+        if hook.rank == 0:
+            plan.write(plan.new_note("survey"), told)
+
+    def count(steps: int) -> None:
+        plan.write(progress, {"steps": steps})
+
+    hook.pilot = Survey(hook, settings, compute=plan.job["compute"], link=link, publish=publish, count=count)

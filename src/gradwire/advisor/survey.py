@@ -1,0 +1,111 @@
+"""Survey: what each hook would cost and lose on a model, found while a script trains it.
+
+A pilot like `auto`'s, that looks at every hook there is: the error of each on the model's own gradients; the step time
+of each as the cost model predicts it, from the model's buckets, the link, and the compute without communication; and
+the step time of the most promising ones as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwire.advisor.cost import Compute, Prediction, Wire, predict_step
+from gradwire.advisor.link import Link
+from gradwire.advisor.probe import probe
+from gradwire.advisor.rehearse import rehearse
+from gradwire.exchanges import exchange
+from gradwire.hook import Hook
+from gradwire.policies.auto import Auto, Pilot
+
+MEASURED = 4
+"""So many of the most promising hooks are measured, besides `exact` and `bf16`."""
+ALWAYS = ("exact", "bf16")
+UNKNOWN: Mapping[str, Any] = {"forward_s": 0.0, "backward_s": 0.0, "ready_s": (), "cores": 1.0, "threads": 1}
+"""On ranks whose prediction does not count."""
+
+
+class Survey(Pilot):
+    """Tells `publish` what it found, once, when all is measured."""
+
+    def __init__(
+        self,
+        hook: Hook,
+        settings: Auto,
+        *,
+        compute: Mapping[str, Any] | None,
+        link: str | None,
+        publish: Callable[[dict[str, Any]], None],
+        count: Callable[[int], None],
+    ) -> None:
+        """`compute` is what rank 0 knows of a step without communication; `count` is told how many steps are done."""
+        super().__init__(hook, settings)
+        self._compute, self._link, self._publish, self._count = compute, link, publish, count
+        self._predicted: dict[str, Prediction] = {}
+        self._told = False
+
+    def on_step(self) -> None:
+        """As for `auto`."""
+        super().on_step()
+        self._count(self._step)
+
+    def _candidates(self) -> list[str]:
+        """Within the error, and by prediction among the fastest."""
+        self._predicted = self._predict_all()
+        fit = super()._candidates()
+        promising = sorted(fit, key=lambda spec: self._predicted[spec].step_s)[:MEASURED]
+        return [spec for spec in fit if spec in promising or spec in ALWAYS]
+
+    def _predict_all(self) -> dict[str, Prediction]:
+        """As rank 0 works it out, on all ranks: their machines may differ, their decisions must not."""
+        hook = self._hook
+        layouts = [hook.layouts[index] for index in sorted(hook.layouts)]
+        wire: Wire = Link.parse(self._link) if self._link else probe(hook, pairs=False)
+        compute = _compute(self._compute or UNKNOWN, len(layouts))
+        found = {
+            spec: predict_step(rehearse(exchange(spec), layouts, hook.size), wire, compute)
+            for spec in self.settings.specs
+        }
+        times = torch.tensor([value.step_s for value in found.values()], dtype=torch.float64)
+        got: list[Tensor] = []
+        hook.run(lambda comm: got.append(comm.all_gather(times).clone()))
+        mine = dict(zip(found, got[0][0].tolist(), strict=True))
+        return {
+            spec: Prediction(mine[spec], value.sent_bytes, value.work_s, value.wire_s, value.exposed_s)
+            for spec, value in found.items()
+        }
+
+    def _settle(self, spec: str, reason: str) -> None:
+        super()._settle(spec, reason)
+        if not self._told:
+            self._told = True
+            self._publish({"pick": spec, "reason": reason, "rows": self._rows(), "size": self._hook.size})
+
+    def _rows(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "hook": spec,
+                "predicted_s": self._predicted[spec].step_s,
+                "measured_s": self.medians.get(spec),
+                "error": self._errors[spec],
+                "sent_bytes": self._predicted[spec].sent_bytes,
+            }
+            for spec in self.settings.specs
+        ]
+
+
+def _compute(found: Mapping[str, Any], buckets: int) -> Compute:
+    """From a step without communication. Where the buckets were not seen, they come at equal distances."""
+    ready: Sequence[float] = found["ready_s"]
+    if len(ready) != buckets:
+        ready = [found["backward_s"] * (index + 1) / buckets for index in range(buckets)]
+    return Compute(
+        forward_s=found["forward_s"],
+        ready_s=tuple(min(value, found["backward_s"]) for value in ready),
+        backward_s=found["backward_s"],
+        cores=found["cores"],
+        threads=found["threads"],
+    )

@@ -1,0 +1,69 @@
+"""`gradwire bench`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from gradwire.bench.grid import BASELINES, Grid, bench
+from gradwire.bench.measure import all_hooks
+from gradwire.bench.records import NO_LINK, Settings
+
+STEPS = 40
+EXAMPLES = """\
+examples:
+  gradwire bench
+  gradwire bench --hooks bf16 int8 int4 --links none 1gbit 100mbit,latency=5ms --repeats 3
+  gradwire bench --ranks 2 4 --out ranks.jsonl --resume
+  gradwire report records.jsonl
+"""
+
+
+def add(verbs: Any) -> None:
+    """The verb and its options."""
+    parser = verbs.add_parser(
+        "bench",
+        help="measure hooks x links x ranks into a file of records",
+        description="Train the same small GPT under every hook, on every link and number of ranks, and add a record\n"
+        "for each to a file. After Ctrl-C, --resume goes on where it stopped.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--hooks",
+        nargs="+",
+        default=[],
+        metavar="HOOK",
+        help=f"as specs; {' and '.join(BASELINES)} always come too (default: {' '.join(all_hooks())})",
+    )
+    parser.add_argument("--ranks", nargs="+", type=int, default=[2], metavar="N", help="local processes (default: 2)")
+    parser.add_argument(
+        "--links",
+        nargs="+",
+        default=[NO_LINK],
+        metavar="LINK",
+        help="rates to emulate, as in 1gbit or 100mbit,latency=5ms; none: as it is (default: none)",
+    )
+    parser.add_argument("--steps", type=int, default=STEPS, help="training steps a cell (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=1, help="runs a cell, each with its own seed (default: 1)")
+    parser.add_argument("--seed", type=int, default=0, help="of the first repeat (default: 0)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("records.jsonl"), help="file of records (default: %(default)s)"
+    )
+    parser.add_argument("--resume", action="store_true", help="the file exists: measure only what it does not hold yet")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Do it."""
+    grid = Grid(
+        hooks=args.hooks,
+        links=args.links,
+        ranks=args.ranks,
+        repeats=args.repeats,
+        settings=Settings(steps=args.steps, seed=args.seed),
+    )
+    bench(grid, args.out, resume=args.resume, as_json=args.json, out=sys.stdout, err=sys.stderr)

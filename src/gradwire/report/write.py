@@ -1,0 +1,80 @@
+"""The report verb: a file of records in, a page or markdown out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, TextIO
+
+from gradwire.bench.jsonl import RecordsError, read
+from gradwire.errors import SpecError
+from gradwire.report.advice import advise
+from gradwire.report.markdown import to_markdown
+from gradwire.report.page import to_html
+from gradwire.report.summary import Group, Summary, summarise
+
+PAGE = "report.html"
+STDOUT = Path("-")
+
+
+def report(records: Path, path: Path | None, *, kind: str, as_json: bool, out: TextIO, err: TextIO) -> None:
+    """Write the report to `path`; what to do, and where the page is, goes to `out` unless the report itself does."""
+    if as_json and path == STDOUT:
+        raise SpecError("--json and --out - both want stdout: give --out a file")
+    held = read(records)
+    if held.torn:
+        err.write(f"gradwire report: {held.torn_text(records)}\n")
+    if not held.runs:
+        raise RecordsError(f"{records} holds no record; `gradwire bench --out {records}` measures some")
+    summary = summarise(held.runs)
+    text = to_html(summary) if kind == "html" else to_markdown(summary)
+    target = path or (Path(PAGE) if kind == "html" else None if as_json else STDOUT)
+    if target == STDOUT:
+        out.write(text)
+    else:
+        if target is not None:
+            _write(target, text)
+        out.write(to_json(summary, target) if as_json else to_text(summary, target))
+    out.flush()
+
+
+def to_text(summary: Summary, path: Path | None) -> str:
+    """A line of advice a group, and the path."""
+    lines = [f"{group.name}: {advise(group).title}. {advise(group).reason}" for group in summary.groups]
+    return "\n".join([*lines, f"report: {path}"]) + "\n"
+
+
+def to_json(summary: Summary, path: Path | None) -> str:
+    """The same for programs, with the figures it rests on."""
+    content = {"report": None if path is None else str(path), "groups": [_group(group) for group in summary.groups]}
+    return json.dumps(content, indent=2) + "\n"
+
+
+def _group(group: Group) -> dict[str, Any]:
+    advice = advise(group)
+    rows = {
+        row.hook: {
+            "median_step_s": row.record.median_s,
+            "quartiles_step_s": row.record.quartiles_s,
+            "speed_up": group.speed_up(row),
+            "gradient_error": row.record.gradient_error,
+            "loss": row.record.loss,
+        }
+        for row in group.rows
+    }
+    return {
+        "link": group.link,
+        "ranks": group.ranks,
+        "ceiling": group.ceiling,
+        "hook": advice.hook,
+        "title": advice.title,
+        "reason": advice.reason,
+        "rows": rows,
+    }
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise RecordsError(f"cannot write {path}: {error.strerror}") from error

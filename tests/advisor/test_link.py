@@ -1,0 +1,168 @@
+"""Links as text, and the emulated link: how long collectives take at least, and that lanes share it."""
+
+import math
+import threading
+import time
+
+import pytest
+import torch
+
+from gradwire.advisor import EmulatedLink, Link, emulate
+from gradwire.advisor.link import PAYLOAD, seconds
+from gradwire.bucket import make_bucket
+from gradwire.comm import slow_link
+from gradwire.errors import SpecError
+from gradwire.testing import thread_ranks
+
+
+@pytest.mark.parametrize(
+    ("text", "bits_per_s", "latency_s"),
+    [
+        ("100mbit", 1e8, 0.0),
+        ("1gbit,latency=5ms", 1e9, 5e-3),
+        (" 1.5 gbit , latency = 50us ", 1.5e9, 50e-6),
+        ("64kbit,latency=1s", 64e3, 1.0),
+        ("10GBIT", 1e10, 0.0),
+    ],
+)
+def test_text(text, bits_per_s, latency_s):
+    assert Link.parse(text) == Link(bits_per_s, latency_s)
+
+
+@pytest.mark.parametrize("text", ["100mbit", "10gbit,latency=50us", "2.5gbit,latency=1.5ms", "12.5kbit,latency=2s"])
+def test_text_comes_back_as_it_was(text):
+    assert str(Link.parse(text)) == text
+
+
+@pytest.mark.parametrize("link", [Link(1e8 / 3), Link(0.1, 1e-9), Link(7e12, 1 / 3), Link(123456789.0)])
+def test_every_link_round_trips(link):
+    assert Link.parse(str(link)) == link
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("100", "the rate must be a number with kbit, mbit, gbit, got '100'"),
+        ("fast", "got 'fast'; write for instance 100mbit"),
+        ("", "the rate must be a number"),
+        ("-1mbit", "got '-1mbit'"),
+        ("0mbit", "the rate must be above 0"),
+        ("1e400gbit", "must be above 0 and finite"),
+        ("1gbit,latency=5", "latency must be a number with us, ms, s, got '5'"),
+        ("1gbit,delay=5ms", "at most latency=, got 'delay=5ms'"),
+        ("1gbit,latency=5ms,latency=6ms", "at most latency=, got 'latency=6ms'"),
+    ],
+)
+def test_bad_text(text, message):
+    with pytest.raises(SpecError) as caught:
+        Link.parse(text)
+    assert message in str(caught.value)
+
+
+def test_seconds_names_what_is_wrong():
+    assert seconds("250ms") == 0.25
+    with pytest.raises(SpecError, match="--compute must be a number with us, ms, s, got '3 hours'"):
+        seconds("3 hours", "--compute")
+
+
+def test_cost_counts_hops_and_headers():
+    link = Link(8e6, 1e-3)
+    assert link.cost_s("all_reduce", 4, 1e6) == (pytest.approx(6e-3), pytest.approx(1 / PAYLOAD))
+    assert link.cost_s("all_gather", 4, 0)[0] == link.cost_s("all_to_all", 4, 0)[0] == pytest.approx(3e-3)
+
+
+LINK = Link(40e6, 0.01)
+NUMEL = 50_000
+
+
+def _timed(rank, collective):
+    with emulate(LINK):
+        hook = rank.hook("exact")
+    tensor = torch.ones(rank.size, NUMEL) if collective == "all_to_all" else torch.ones(NUMEL)
+    taken = {}
+
+    def job(comm):
+        began = time.perf_counter()
+        getattr(comm, collective)(tensor)
+        taken.update(s=time.perf_counter() - began, told=comm.traffic.wire_s, sent=comm.traffic.sent_bytes)
+
+    hook.run(job)
+    return taken
+
+
+@pytest.mark.parametrize(
+    ("collective", "hops", "times"), [("all_reduce_", 4, 4 / 3), ("all_gather", 2, 2), ("all_to_all", 2, 2)]
+)
+def test_a_collective_takes_latency_and_bytes(collective, hops, times):
+    for taken in thread_ranks(3, lambda rank: _timed(rank, collective)):
+        assert taken["sent"] == pytest.approx(4 * NUMEL * times)
+        least_s = hops * LINK.latency_s + taken["sent"] * 8 / LINK.bits_per_s
+        assert taken["s"] >= least_s
+        assert taken["told"] >= least_s
+
+
+def _two_at_once(rank):
+    """Two hooks on one link, that is lanes of two engines, each with an all-gather at the same time."""
+    with emulate(Link(40e6)):
+        hooks = [rank.hook("exact"), rank.hook("exact")]
+    tensor = torch.ones(NUMEL)
+    began = time.perf_counter()
+    works = [hook.runner.submit([lambda comm: comm.all_gather(tensor)], tensor, lambda *_: None) for hook in hooks]
+    for work in works:
+        work.wait()
+    return time.perf_counter() - began
+
+
+def test_lanes_and_engines_share_the_link():
+    one_s = 4 * NUMEL * 8 / 40e6
+    assert min(thread_ranks(2, _two_at_once)) >= 2 * one_s
+
+
+def _chunks(rank):
+    """Two-shot uses two lanes and several threads; all chunks together must not send faster than the link."""
+    with emulate(Link(20e6)):
+        hook = rank.hook("int8", chunk_bytes=1 << 16)
+    bucket = make_bucket([torch.ones(100_000)])
+    hook.begin(bucket)
+    began = time.perf_counter()
+    hook.mean(bucket).wait()
+    return time.perf_counter() - began, hook.stats().sent_bytes
+
+
+def test_chunks_share_the_link():
+    for taken_s, sent_bytes in thread_ranks(3, _chunks):
+        assert sent_bytes > 100_000
+        assert taken_s >= sent_bytes * 8 / 20e6
+
+
+def test_threads_queue_behind_each_other():
+    emulated, ends = EmulatedLink(Link(1e6)), []
+
+    def send():
+        emulated.hold("all_gather", 2, 1000, 0.0)
+        ends.append(time.perf_counter())
+
+    began = time.perf_counter()
+    threads = [threading.Thread(target=send) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for index, end in enumerate(sorted(ends)):
+        assert end - began >= (index + 1) * 1000 * 8 / 1e6
+
+
+def test_time_that_has_passed_counts():
+    emulated = EmulatedLink(Link(1e6))
+    emulated._busy_until = -math.inf
+    assert emulated.hold("all_gather", 2, 1000, 10.0) < 10.0  # it was issued 10 s ago and needs 8 ms
+    assert emulated._busy_until < time.perf_counter()
+
+
+def test_only_engines_made_inside_are_slow():
+    with emulate("1gbit") as emulated:
+        assert slow_link.get() == emulated.hold
+        with pytest.raises(ZeroDivisionError), emulate("1mbit"):
+            raise ZeroDivisionError
+        assert slow_link.get() == emulated.hold
+    assert slow_link.get() is None

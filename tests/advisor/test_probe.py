@@ -1,0 +1,79 @@
+"""The probe between thread ranks on an emulated link, and from the command line."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from gradwire.advisor import Link, emulate
+from gradwire.advisor import probe as probing
+from gradwire.advisor.fit import Fit
+from gradwire.advisor.probe import Probe, codec_speed, probe
+from gradwire.cli.probe import to_text
+from gradwire.codecs import CODECS, Int8
+from gradwire.errors import SpecError
+from gradwire.testing import thread_ranks
+
+LINK = Link(50e6, 2e-3)
+SIZES = (1 << 10, 1 << 14, 1 << 18)
+
+
+def _probe(rank):
+    with emulate(LINK):
+        return probe(rank.hook("exact"))
+
+
+def test_between_ranks_on_a_known_link(monkeypatch):
+    monkeypatch.setattr(probing, "SENT_BYTES", SIZES)
+    monkeypatch.setattr(probing, "REPEATS", 2)
+    first, *others = thread_ranks(3, _probe)
+    assert all(other.fits == first.fits for other in others)  # whoever decides by them decides alike
+    assert (first.size, len(first.hosts), first.pairs) == (3, 3, {})
+    assert first.speeds.keys() == CODECS.keys()
+    for collective, found in first.fits.items():
+        waiting_s, sending_s = LINK.cost_s(collective, 3, SIZES[-1])
+        assert found.seconds(SIZES[-1]) >= 0.9 * (waiting_s + sending_s)
+        assert found.alpha_s > 0
+        assert found.r_squared <= 1.0
+
+
+def test_messages_are_of_the_size_that_was_asked_for():
+    for size in (2, 3, 8):
+        assert probing._message("all_reduce", size, 8000).numel() * 8 * (size - 1) / size == pytest.approx(
+            8000, rel=0.01
+        )
+        assert probing._message("all_gather", size, 8000).numel() * (size - 1) == pytest.approx(8000, rel=0.01)
+        assert probing._message("all_to_all", size, 8000).shape == (size, 8000 // (size - 1))
+
+
+def test_costs_scale_with_the_hops():
+    found = Probe(size=3, fits={"all_gather": Fit(2e-3, 1e6, 1.0)}, speeds={}, hosts=("a", "a", "b"))
+    assert found.cost_s("all_gather", 3, 1e6) == (pytest.approx(2e-3), pytest.approx(1.0))
+    assert found.cost_s("all_gather", 5, 1e6) == (pytest.approx(4e-3), pytest.approx(1.0))
+
+
+def test_one_rank_has_nothing_to_measure():
+    with pytest.raises(SpecError, match="nothing to measure between 1 rank"):
+        thread_ranks(1, lambda rank: probe(rank.hook("exact")))
+
+
+def test_codecs_take_time():
+    found = codec_speed(Int8(), numel=10_000)
+    assert found.encode_ns > 0
+    assert found.decode_ns > 0
+
+
+def test_from_the_command_line():
+    command = (sys.executable, "-m", "gradwire", "probe", "--link", "1gbit,latency=1ms", "--pairs", "--json")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["size"] == 2
+    assert found["fits"].keys() == {"all_reduce", "all_gather", "all_to_all"}
+    assert found["fits"]["all_reduce"]["alpha_s"] >= 0.9 * 2e-3
+    assert found["pairs"].keys() == {"0-1"}
+    assert found["pairs"]["0-1"]["alpha_s"] > 0
+    text = to_text(found)
+    assert "2 ranks on 1 host\n" in text
+    assert all(name in text for name in (*found["fits"], "0-1", *CODECS))

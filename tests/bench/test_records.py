@@ -1,0 +1,124 @@
+"""Records on disk: what is written comes back, what is torn is dropped, what is not ours is refused."""
+
+import json
+
+import pytest
+
+from gradwire.bench.jsonl import append, read
+from gradwire.bench.records import SCHEMA
+from gradwire.cli import main
+
+from ..report.kit import run, runs
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "records.jsonl"
+
+
+def test_runs_come_back_from_the_file(path):
+    made = runs(repeats=2)
+    append(path, made[:5])
+    append(path, made[5:])
+    assert read(path).runs == made
+    assert read(path).torn == []
+
+
+def test_a_line_says_what_others_need(path):
+    append(path, [run("int8", "1gbit", repeat=1, repeats=3)])
+    line = json.loads(path.read_text())
+    assert line["schema"] == SCHEMA
+    assert line["cell"] == {"repeat": 1, "ranks": 2, "link": "1gbit", "hook": "int8"}
+    assert (line["repeats"], line["settings"]["seed"], line["link_bits_per_s"]) == (3, 1, 1e9)
+    assert set(line["origin"]) == {"machine", "system", "cores", "python", "torch", "gradwire"}
+    low, high = line["step"]["spread_s"]
+    assert low < line["step"]["median_s"] < high
+    assert set(line["split"]) == {"compute_s", "encode_s", "wire_s", "decode_s", "wait_s"}
+    assert line["split"]["compute_s"] + line["split"]["wait_s"] == pytest.approx(line["step"]["median_s"])
+    assert len(line["losses"]) == line["settings"]["steps"]
+    assert line["record"]["sent_bytes"] > 0
+
+
+def test_of_two_runs_of_a_cell_the_later_counts(path):
+    append(path, [run("int8", loss=1.0), run("int8", loss=2.0)])
+    assert [each.record.loss for each in read(path).runs] == [2.0]
+
+
+@pytest.mark.parametrize("keep", [1, 20, -2])
+def test_a_torn_line_is_dropped_and_the_next_one_is_whole(path, keep):
+    append(path, [run("exact"), run("noop")])
+    first, second = path.read_text().splitlines(keepends=True)
+    path.write_text(first + second[:keep])
+    held = read(path)
+    assert [each.cell.hook for each in held.runs] == ["exact"]
+    assert held.torn_text(path) == f"{path}: line 2 half-written: dropped"
+    append(path, [run("int8")])
+    assert [each.cell.hook for each in read(path).runs] == ["exact", "int8"]
+    assert read(path).torn == []
+
+
+def test_a_record_that_only_misses_its_newline_is_kept(path):
+    append(path, [run("exact")])
+    path.write_text(path.read_text().rstrip("\n"))
+    append(path, [run("noop")])
+    assert [each.cell.hook for each in read(path).runs] == ["exact", "noop"]
+
+
+def _changed(**changes):
+    return json.dumps({**run("exact").as_dict(), **changes}) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (_changed(schema=99), "line 1 has schema 99, and this gradwire reads schema 1"),
+        (_changed(origin={}), "says schema 1 but is not of it: TypeError"),
+        (json.dumps({"hook": "fp16"}), "line 1 is not a record of `gradwire bench`"),
+        ("17\n", "line 1 is not a record of `gradwire bench`"),
+        ("", "holds no record; `gradwire bench --out"),
+        ('{"sche', "holds no record"),
+        (None, "cannot read"),
+    ],
+    ids=["schema", "fields", "other json", "number", "empty", "only torn", "missing"],
+)
+def test_files_that_are_not_ours_are_refused(path, text, message, capsys):
+    if text is not None:
+        path.write_text(text)
+    assert main(["report", str(path)]) == 1
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert printed.out == ""
+
+
+def test_report_writes_a_page_and_says_what_to_do(path, capsys, monkeypatch):
+    append(path, runs())
+    with path.open("a") as file:
+        file.write('{"schema": 1, "ce')
+    monkeypatch.chdir(path.parent)
+    assert main(["report", "records.jsonl"]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == "gradwire report: records.jsonl: line 25 half-written: dropped\n"
+    assert "link 100mbit, 2 ranks: Use int4." in printed.out
+    assert printed.out.endswith("report: report.html\n")
+    assert (path.parent / "report.html").read_text().startswith("<!doctype html>")
+
+
+def test_report_as_markdown_goes_to_stdout_or_a_file(path, capsys):
+    append(path, runs())
+    assert main(["report", str(path), "--format", "md"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("## gradwire")
+    target = path.parent / "report.md"
+    assert main(["report", str(path), "--format", "md", "--out", str(target)]) == 0
+    assert target.read_text() == text
+    assert main(["report", str(path), "--format", "md", "--json"]) == 0
+    content = json.loads(capsys.readouterr().out.partition("report.md\n")[2])
+    assert content["report"] is None
+
+
+def test_report_refuses_what_it_cannot_write(path, capsys):
+    append(path, runs())
+    assert main(["report", str(path), "--out", str(path.parent)]) == 1
+    assert "cannot write" in capsys.readouterr().err
+    assert main(["report", str(path), "--json", "--out", "-"]) == 2
+    assert "both want stdout" in capsys.readouterr().err
