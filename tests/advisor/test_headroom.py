@@ -142,7 +142,7 @@ def compare(rank, size):
     same, published = {}, []
     for name, (ddp, options) in SETTINGS.items():
         plain = train(rank, ddp, **options)
-        timed = train(rank, ddp, clock=Clock(4, lambda times: published.append(list(times))), **options)
+        timed = train(rank, ddp, clock=Clock(4, lambda times, came_s: published.append(list(times))), **options)
         same[name] = all(torch.equal(value, timed[key]) for key, value in plain.items())
     slow = []
     train(rank, {}, clock=Clock(4, lambda times: slow.append(list(times))), link="10mbit")

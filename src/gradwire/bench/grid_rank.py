@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gradwire.advisor.link import emulate
 from gradwire.bench.records import NO_LINK, Record, Settings, Split
-from gradwire.bench.train import Report, Training, _Clock, _over_ranks, _train
+from gradwire.bench.train import Clock, Report, Training, over_ranks, train
 from gradwire.bench.workload import Workload
 
 
@@ -24,8 +24,8 @@ def run(rank: int, size: int, job: Mapping[str, Any], report: Report) -> list[di
     workload = HeardWorkload(settings.workload, seed=settings.seed, rank=rank, size=size)
     with _on(job["link"]):
         trainings = [WatchedTraining(hook, workload, settings.bucket_mb) for hook in job["hooks"]]
-    clock = _Clock(len(trainings), settings, report)
-    _train(list(trainings), settings, clock)
+    clock = Clock(len(trainings), settings, report)
+    train(list(trainings), settings, clock)
     results = []
     for training in trainings:
         results.append(training.result())
@@ -67,14 +67,14 @@ class WatchedTraining(Training):
     def result(self) -> dict[str, Any]:
         """The record, the split and the losses, as plain values. All ranks together."""
         record = self.record()
-        split, losses = self._split(record), _mean_over_ranks(self._losses)
+        split, losses = self._split(record), _meanover_ranks(self._losses)
         return {"record": record.as_dict(), "split": None if split is None else asdict(split), "losses": losses}
 
     def _split(self, record: Record) -> Split | None:
         if self._hook is None:
             return None
         stats = self._hook.stats()
-        encode_s, wire_s, decode_s, wait_s = _mean_over_ranks(
+        encode_s, wire_s, decode_s, wait_s = _meanover_ranks(
             [stats.encode_s, stats.wire_s, stats.decode_s, stats.wait_s]
         )
         # Waiting is a mean over steps and so is this rest of the step; their shares are those of the median step.
@@ -83,5 +83,5 @@ class WatchedTraining(Training):
         return Split(compute_s=compute_s, encode_s=encode_s, wire_s=wire_s, decode_s=decode_s, wait_s=wait_s)
 
 
-def _mean_over_ranks(values: list[float]) -> list[float]:
-    return [value / dist.get_world_size() for value in _over_ranks(values, dist.ReduceOp.SUM)]
+def _meanover_ranks(values: list[float]) -> list[float]:
+    return [value / dist.get_world_size() for value in over_ranks(values, dist.ReduceOp.SUM)]

@@ -23,8 +23,10 @@ def main() -> None:
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     try:
         _send(messages, "result", _run(order, messages))
+        sys.stderr.flush()
+        os._exit(0)  # all is said and done, and on a busy machine an interpreter takes seconds to end
     except BaseException as error:
-        _send(messages, "failed", {"traceback": traceback.format_exc(), "echo": _is_echo(error)})
+        _send(messages, "failed", {"traceback": traceback.format_exc(), "echo": is_echo(error)})
         os._exit(1)  # the other ranks may never answer: do not wait for them in destructors
 
 
@@ -66,7 +68,7 @@ def _exit_with_parent() -> None:
     os._exit(1)
 
 
-def _is_echo(error: BaseException) -> bool:
+def is_echo(error: BaseException) -> bool:
     """Whether this only says that another rank is gone. DDP turns errors of a hook into RuntimeError, text and all."""
     lost = ("another rank failed", "Connection closed", "Connection reset", "Broken pipe", "gloo", "Timed out")
     return isinstance(error, RuntimeError) and any(words in str(error) for words in lost)

@@ -78,7 +78,7 @@ def run_ranks(
     out of `report`, again every tick. `prefixes` go before the ranks' command lines, such as `ip netns exec host0`.
     No process is left behind, whatever happens.
     """
-    with tempfile.TemporaryDirectory(prefix="gradwire-") as folder, _ended_by_signals():
+    with tempfile.TemporaryDirectory(prefix="gradwire-") as folder, ended_by_signals():
         ranks = _Ranks(Path(folder), {**os.environ, **_environment(nproc), **(env or {})})
         try:
             for rank in range(nproc):
@@ -203,7 +203,7 @@ def _causes(failures: list[Message]) -> list[Message]:
 
 
 @contextlib.contextmanager
-def _ended_by_signals() -> Iterator[None]:
+def ended_by_signals() -> Iterator[None]:
     """Let SIGTERM and SIGHUP end this process the way Ctrl-C does: through its `finally` clauses."""
     numbers = (signal.SIGTERM, signal.SIGHUP) if threading.current_thread() is threading.main_thread() else ()
     ours = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]  # nohup stays nohup

@@ -34,8 +34,8 @@ def run(rank: int, size: int, job: Mapping[str, Any], report: Report) -> list[di
     settings = Settings.from_dict(job["settings"])
     workload = Workload(settings.workload, seed=settings.seed, rank=rank, size=size)
     trainings = [Training(hook, workload, settings.bucket_mb) for hook in job["hooks"]]
-    clock = _Clock(len(trainings), settings, report)
-    _train(trainings, settings, clock)
+    clock = Clock(len(trainings), settings, report)
+    train(trainings, settings, clock)
     records = []
     for training in trainings:
         records.append(training.record().as_dict())
@@ -45,7 +45,7 @@ def run(rank: int, size: int, job: Mapping[str, Any], report: Report) -> list[di
     return records
 
 
-def _train(trainings: list[Training], settings: Settings, clock: _Clock) -> None:
+def train(trainings: list[Training], settings: Settings, clock: Clock) -> None:
     untimed = min(UNTIMED_STEPS, settings.steps - 1)
     for index, first in enumerate(range(0, settings.steps, settings.round_steps)):
         steps = range(first, min(first + settings.round_steps, settings.steps))
@@ -59,7 +59,7 @@ def _train(trainings: list[Training], settings: Settings, clock: _Clock) -> None
             return
 
 
-class _Clock:
+class Clock:
     """How far the run is, by steps or, with a time limit, by time."""
 
     def __init__(self, hooks: int, settings: Settings, report: Report) -> None:
@@ -129,7 +129,7 @@ class Training:
         return Record(
             hook=self.name,
             steps=self._steps,
-            step_s=tuple(_over_ranks(self._times, dist.ReduceOp.MAX)),
+            step_s=tuple(over_ranks(self._times, dist.ReduceOp.MAX)),
             sent_bytes=ring_bytes if self._hook is None else self._hook.stats().sent_bytes,
             sent_is_counted=self._hook is not None,
             gradient_error=statistics.median(self._errors),
@@ -166,10 +166,10 @@ class Training:
     def _error_of_gradient(self, exact: Tensor) -> float:
         grads = [param.grad.flatten() for param in self._params if param.grad is not None]
         error = float((torch.cat(grads).double() - exact).norm() / exact.norm())
-        return _over_ranks([error], dist.ReduceOp.SUM)[0] / dist.get_world_size()
+        return over_ranks([error], dist.ReduceOp.SUM)[0] / dist.get_world_size()
 
     def _held_out_loss(self) -> float:
-        total, count = _over_ranks(list(self._workload.held_out_loss(self._model.module)), dist.ReduceOp.SUM)
+        total, count = over_ranks(list(self._workload.held_out_loss(self._model.module)), dist.ReduceOp.SUM)
         return total / count
 
 
@@ -183,7 +183,7 @@ def _verify(hook: Hook | None) -> tuple[str, bool]:
         return str(error), False
 
 
-def _over_ranks(values: list[float], operation: Any) -> list[float]:
+def over_ranks(values: list[float], operation: Any) -> list[float]:
     numbers = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(numbers, operation)
     return [float(number) for number in numbers]

@@ -167,7 +167,7 @@ def _gathered(by_owner: Sequence[Params], sizes: Sequence[int], comm: Comm) -> S
 def _summed(by_owner: Sequence[Params], sizes: Sequence[int], comm: Comm) -> Sequence[Tensor]:
     """Everyone sends [ part of rank 0 ][ part of rank 1 ]..., all zeros but for its own part."""
     values = _zeros(sum(sizes), by_owner)
-    parts = values.split(list(sizes))
+    parts: Sequence[Tensor] = values.split(list(sizes))
     _pack_(parts[comm.rank], by_owner[comm.rank])
     comm.all_reduce_(values.view(torch.int32 if values.dtype.itemsize % 4 == 0 else torch.uint8))
     return parts

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from gradwire.bench.rank import _is_echo as is_echo
+from gradwire.bench.rank import is_echo
 from gradwire.errors import GradwireError, SpecError
 from gradwire.launch.models import watch_models
 from gradwire.launch.plan import Plan

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from gradwire.bench.ranks import _ended_by_signals as ended_by_signals
+from gradwire.bench.ranks import ended_by_signals
 from gradwire.launch.plan import Plan
 from gradwire.launch.processes import end_all
 from gradwire.launch.script import ScriptFailed

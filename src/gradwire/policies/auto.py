@@ -77,6 +77,8 @@ class Pilot:
         self._clock = clock
         self.reason = "measuring"
         """Why the hook is what it is, in a sentence."""
+        self.medians: dict[str, float] = {}
+        """Of the last trial: seconds a step, by the slowest rank."""
         self._hook = hook
         self._errors: dict[str, float] = {}
         self._chosen: str | None = None
@@ -126,12 +128,17 @@ class Pilot:
         total = sum(float(mean.square().sum()) for mean in exact) ** 0.5
         self._errors = {spec: self._error(spec, exact, total) for spec in self.settings.specs}
         self._aside.clear()
-        fit = [spec for spec in self.settings.specs if self._errors[spec] <= self.settings.max_error or spec == "exact"]
+        fit = self._candidates()
         self._plan = [spec for spec in fit * TURNS for _ in range(TURN_STEPS)] if len(fit) > 1 else []
         self._times = {}
         self._switch(fit[0])
         if not self._plan:
             self._settle("exact", f"no other candidate is within max_error={self.settings.max_error:g}")
+
+    def _candidates(self) -> list[str]:
+        """Who takes part in the trial."""
+        limit = self.settings.max_error
+        return [spec for spec in self.settings.specs if self._errors[spec] <= limit or spec == "exact"]
 
     def _error(self, spec: str, exact: Sequence[Tensor], total: float) -> float:
         self._switch(spec)
@@ -163,6 +170,7 @@ class Pilot:
         pick = min(near, key=lambda spec: (self._errors[spec], medians[spec]))
         if self._chosen in medians and medians[self._chosen] <= WORTH * medians[pick]:
             pick = self._chosen
+        self.medians = medians
         self._settle(pick, _told(pick, medians, self._errors, self.settings.max_error))
         self._expected = medians[pick]
 
