@@ -218,15 +218,16 @@ class Hook:
         if warm_up is not None:
             warm_up(self.device)
         self.runner.open(1)
-        self._agree("hook", str(new))
+        self.agree("hook", str(new))
         if new.align == 0:  # products come out the same only where the same code makes them
-            self._agree("kernels (numba installed, or not)", "numba" if kernels.load() else "torch")
-        self._agree("chunk_bytes", str(self._chunk_bytes or "default"))
+            self.agree("kernels (numba installed, or not)", "numba" if kernels.load() else "torch")
+        self.agree("chunk_bytes", str(self._chunk_bytes or "default"))
         if levels is not None:
-            self._agree("ranks of a node", str(levels.node))
+            self.agree("ranks of a node", str(levels.node))
         self.runner.open(new.lanes, levels)
 
-    def _agree(self, what: str, text: str) -> None:
+    def agree(self, what: str, text: str) -> None:
+        """Raise RegisterError unless all ranks say the same text. All ranks together."""
         said: list[str] = []
         self.runner.run(lambda comm: said.extend(gather_texts(comm, text, self.device)))
         if len(set(said)) > 1:

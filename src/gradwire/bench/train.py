@@ -46,6 +46,7 @@ def run(rank: int, size: int, job: Mapping[str, Any], report: Report) -> list[di
 
 
 def train(trainings: list[Training], settings: Settings, clock: Clock) -> None:
+    """All of them, a round of steps at a time, until the steps are done or time is up."""
     untimed = min(UNTIMED_STEPS, settings.steps - 1)
     for index, first in enumerate(range(0, settings.steps, settings.round_steps)):
         steps = range(first, min(first + settings.round_steps, settings.steps))
@@ -184,6 +185,7 @@ def _verify(hook: Hook | None) -> tuple[str, bool]:
 
 
 def over_ranks(values: list[float], operation: Any) -> list[float]:
+    """Each value reduced over the ranks."""
     numbers = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(numbers, operation)
     return [float(number) for number in numbers]

@@ -47,7 +47,7 @@ class ZeroStep:
         self._owner: dict[Tensor, int] = {}
         self._stepping = threading.Lock()
         self._engine = make_hook(Exact(), ddp.process_group, zero._default_device)
-        self._engine._agree("ZeRO hook", f"{variant}(shard_buckets={shard_buckets})")
+        self._engine.agree("ZeRO hook", f"{variant}(shard_buckets={shard_buckets})")
 
     def ready(self, bucket: Bucket) -> bool:
         """Whether to step this bucket. False in the first two backward passes, or three with a static graph."""

@@ -1,0 +1,201 @@
+"""Averaging of parameters at certain steps: the averagers of torch's post-local SGD.
+
+Same arguments and counting as torch's classes, and each works with torch's optimizer or with ours. Different:
+parameters keep their types, strides and storages; all that require a gradient are averaged, each with itself, whichever
+rank has a gradient for it; they can travel through any exchange; and what is counted or owed is in `state_dict()`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
+
+from gradwire.ddp import make_hook
+from gradwire.errors import SpecError, StateError
+from gradwire.exchanges import Exchange
+from gradwire.exchanges import exchange as exchange_of
+from gradwire.hook import Hook
+from gradwire.optim.fragments import Named, by_type, check_parameters, digest, own_group, waited
+
+Params = Iterable[Tensor] | Iterable[Mapping[str, Any]]
+"""`model.parameters()`, or `optimizer.param_groups`."""
+
+
+class _Averager(ModelAverager):
+    """Counts the calls, and averages over groups that are told apart by a key; an engine a group, made when needed."""
+
+    def __init__(self, warmup_steps: int, process_group: dist.ProcessGroup | None, exchange: str | Exchange) -> None:
+        super().__init__(own_group(process_group))
+        self.warmup_steps = _whole("warmup_steps", warmup_steps, 0)
+        self.exchange = exchange_of(exchange)
+        self._named: Named = []
+        self._agreed: dict[str, str] = {}
+        self._hooks: dict[str, Hook] = {}
+        self._loaded: dict[str, list[Mapping[str, Any]]] = {}
+
+    def average_parameters(self, params: Params) -> None:
+        """Call it after every optimizer step, on all ranks: it averages in place when it is time, and counts."""
+        chosen = self._due() if self.step >= self.warmup_steps else None
+        if chosen is not None:
+            self._average(params, *chosen)
+        self.step += 1
+
+    def _due(self) -> tuple[str, dist.ProcessGroup] | None:
+        """The key and the group to average over at this step."""
+        raise NotImplementedError
+
+    def _average(self, params: Params, key: str, group: dist.ProcessGroup) -> None:
+        self._named = _named(params)
+        device = check_parameters(self._named)
+        hook = self._hook(key, group, device)
+        under_way = []
+        for fragment in by_type(self._named):
+            flat = fragment.read()
+            hook.begin(fragment.bucket(flat))
+            under_way.append((fragment, flat, hook.mean(fragment.bucket(flat))))
+        for fragment, flat, future in under_way:
+            waited(future, f"averaging parameters at step {self.step}")
+            fragment.write(flat)
+
+    def _hook(self, key: str, group: dist.ProcessGroup, device: torch.device) -> Hook:
+        if key not in self._hooks:
+            self._hooks[key] = make_hook(self.exchange, group, device, params=lambda: self._named)
+            if key in self._loaded:
+                self._hooks[key].load_state_dict(self._loaded.pop(key))
+        hook, model = self._hooks[key], digest(self._named)
+        if self._agreed.get(key) != model and hook.size > 1:
+            hook.agree("parameters", model)
+        self._agreed[key] = model
+        return hook
+
+    def state_dict(self) -> dict[str, Any]:
+        """The count, and what the exchange keeps on this rank. Save it on every rank."""
+        kept = {key: [hook.state_dict()] for key, hook in self._hooks.items()}
+        return {"step": self.step, "exchange": {**kept, **self._loaded}}
+
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Go on counting from this rank's own state, or from the list of all ranks' on another number of ranks."""
+        states = [state] if isinstance(state, Mapping) else list(state)
+        if not states or any(not {"step", "exchange"} <= given.keys() for given in states):
+            raise StateError("not a state of an averager: pass what state_dict() returned, or a list of such")
+        keys = states[0]["exchange"].keys()
+        self._loaded = {key: [part for given in states for part in given["exchange"][key]] for key in keys}
+        for key in self._hooks.keys() & keys:
+            self._hooks[key].load_state_dict(self._loaded.pop(key))
+        self.step = int(states[0]["step"])
+
+    def close(self) -> None:
+        """End threads and connections."""
+        for hook in self._hooks.values():
+            hook.close()
+
+
+class PeriodicModelAverager(_Averager):
+    """Averages parameters every `period` steps, from step `warmup_steps` on, over all ranks of the group."""
+
+    def __init__(
+        self,
+        period: int,
+        warmup_steps: int = 0,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        exchange: str | Exchange = "exact",
+    ) -> None:
+        super().__init__(warmup_steps, process_group, exchange)
+        self.period = _whole("period", period, 1)
+        _warn_of_one(period)
+
+    def _due(self) -> tuple[str, dist.ProcessGroup] | None:
+        due = (self.step - self.warmup_steps) % self.period == 0
+        return ("all", self.process_group) if due else None
+
+
+class HierarchicalModelAverager(_Averager):
+    """Averages parameters over groups of several sizes, the larger the more rarely: `{period: group size}`.
+
+    At a step that several periods divide, the longest counts. Groups are neighbours in the order of ranks. All ranks of
+    `process_group` together, as it makes groups.
+    """
+
+    def __init__(
+        self,
+        period_group_size_dict: Mapping[int, int] | None = None,
+        warmup_steps: int = 0,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        exchange: str | Exchange = "exact",
+    ) -> None:
+        super().__init__(warmup_steps, process_group, exchange)
+        levels = dict(period_group_size_dict or {})
+        _check_levels(levels, self.process_group.size())
+        self._periods = list(levels)
+        _warn_of_one(self._periods[-1])
+        self.period_process_group_dict = OrderedDict(
+            (period, _neighbours(self.process_group, size)) for period, size in levels.items()
+        )
+
+    def _find_process_group(self) -> dist.ProcessGroup | None:
+        """The group to average over at this step, if any."""
+        due = self._due()
+        return None if due is None else due[1]
+
+    def _due(self) -> tuple[str, dist.ProcessGroup] | None:
+        for period in reversed(self._periods):
+            if self.step % period == 0:
+                return str(period), self.period_process_group_dict[period]
+        return None
+
+
+def _named(params: Params) -> Named:
+    """Parameters by their place; those that require no gradient never move, so they are left out."""
+    flat: list[Tensor] = []
+    for item in params:
+        if not isinstance(item, Tensor | Mapping):
+            raise TypeError(f"average_parameters() takes parameters or parameter groups, got {type(item).__name__}")
+        flat.extend([item] if isinstance(item, Tensor) else item["params"])
+    return [(str(place), param) for place, param in enumerate(flat) if param.requires_grad]
+
+
+def _neighbours(group: dist.ProcessGroup, size: int) -> dist.ProcessGroup:
+    """This rank's group among those of `size` ranks that `group` falls into."""
+    if size == group.size():
+        return group
+    ranks, first = dist.get_process_group_ranks(group), group.rank() // size * size
+    made = dist.new_group(ranks[first : first + size], use_local_synchronization=True)
+    assert isinstance(made, dist.ProcessGroup)
+    return made
+
+
+def _check_levels(levels: Mapping[int, int], size: int) -> None:
+    if not levels:
+        raise SpecError("period_group_size_dict must hold at least one period: group size")
+    periods, sizes = list(levels), list(levels.values())
+    for number in (*periods, *sizes):
+        _whole("every number in period_group_size_dict", number, 1)
+    if periods != sorted(periods) or sizes != sorted(sizes):
+        raise SpecError(
+            f"period_group_size_dict must go from short periods and small groups upwards, got {dict(levels)}"
+        )
+    if sizes[-1] != size:
+        raise SpecError(f"the last group size must be that of the process group ({size}), got {sizes[-1]}")
+    if any(size % part for part in sizes):
+        raise SpecError(f"group sizes must divide the process group's {size} ranks, got {sizes}")
+
+
+def _whole(name: str, value: int, least: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise SpecError(f"{name} must be a whole number of at least {least}, got {value!r}")
+    return value
+
+
+def _warn_of_one(period: int) -> None:
+    if period == 1:
+        told = "a period of 1 averages parameters at every step: averaging gradients with DDP costs no more"
+        warnings.warn(told, stacklevel=3)
