@@ -4,12 +4,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: help setup demo test test-all browser smoke lint types bench soak docs clean
+.PHONY: help setup demo test test-all test-rest thorough browser smoke lint types bench soak docs clean
 
 help:
 	@echo "make demo      train a small GPT on 2 local ranks under every hook, and compare"
 	@echo "make test      lint, types and all tests"
-	@echo "make test-all  the same, the report in a browser, and a short shaped-network benchmark (needs root)"
+	@echo "make test-all  the same, the long tests, the report in a browser, a short shaped-network benchmark (needs root)"
 	@echo "make bench     kernels, codec error and the shaped-network benchmark (needs root, about 45 minutes)"
 	@echo "make soak      10,000 steps with 40 buckets in flight on 4 ranks"
 	@echo "make docs      build the documentation into site/"
@@ -29,9 +29,14 @@ demo: setup
 	$(BIN)/gradwire demo
 
 test: lint types
-	$(BIN)/python -m pytest -m "not browser"
+	$(BIN)/python -m pytest -m "not browser and not thorough"
 
-test-all: test browser smoke
+test-all: test test-rest
+
+test-rest: thorough browser smoke
+
+thorough: setup
+	$(BIN)/python -m pytest -m thorough
 
 browser: setup
 	command -v chromium >/dev/null || (apt-get update -qq && apt-get install -y -qq chromium)

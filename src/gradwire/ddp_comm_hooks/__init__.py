@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.ddp import attach
 from gradwire.ddp_comm_hooks import debugging_hooks as debugging
 from gradwire.ddp_comm_hooks import default_hooks as default
+from gradwire.ddp_comm_hooks import optimizer_overlap_hooks as optimizer_overlap  # noqa: F401 - torch's short name
 from gradwire.ddp_comm_hooks import powerSGD_hook as powerSGD
 from gradwire.ddp_comm_hooks import quantization_hooks as quantization
 from gradwire.exchanges import LowRank, exchange

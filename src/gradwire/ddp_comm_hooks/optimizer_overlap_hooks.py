@@ -1,0 +1,187 @@
+"""Drop-in for torch's `optimizer_overlap_hooks`: step parameters as soon as their bucket is averaged, on CPU too.
+
+The optimizer gets the value of the hook's future, shaped and strided like the parameter and in its type, whether or not
+the hook wrote it into the bucket. A parameter that no rank used is not stepped. `gradwire.optim.step_in_backward` does
+the same with one ordinary optimizer, its schedulers and its checkpoints, and for every hook: prefer it in new code.
+
+As in torch, a state of None is the world to hooks that know a group only: give the group of a model that has its own.
+"""
+
+# DDP reads the annotations of a hook as objects, so this module must not postpone their evaluation.
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import GradBucket
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire.bucket import from_ddp
+from gradwire.comm import Comm
+from gradwire.ddp_comm_hooks._group import averaged, hook_of
+from gradwire.errors import RegisterError
+from gradwire.optim.in_backward import at_the_very_end, in_backward
+
+__all__: list[str] = []
+
+AnyHook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+
+_FUNCTIONAL_OPTIM_STEP_METHOD_NAME = "step_param"
+
+
+class _OptimizerHookState:
+    """An object with `step_param(param, grad)`, and the parameters it steps; None: all."""
+
+    __slots__ = ["functional_optimizer", "params_to_optimize"]
+
+    def __init__(self, functional_optim: Any, params: Iterable[torch.Tensor] | None = None) -> None:
+        if not hasattr(functional_optim, _FUNCTIONAL_OPTIM_STEP_METHOD_NAME):
+            raise ValueError(
+                f"Class {type(functional_optim)} must implement method {_FUNCTIONAL_OPTIM_STEP_METHOD_NAME}."
+            )
+        self.functional_optimizer = functional_optim
+        self.params_to_optimize = None if params is None else set(params)
+
+    def step(self, pairs: Pairs) -> None:
+        """Step the parameters that are ours."""
+        for param, grad in pairs:
+            if self.params_to_optimize is None or param in self.params_to_optimize:
+                self.functional_optimizer.step_param(param, grad)
+
+
+@dataclass
+class _OptimInBackwardHookState:
+    """What a backward pass knows of its optimizers. The engine has a stream of its own where one is needed."""
+
+    optim_stream: torch.Stream | None
+    wait_for_optim_stream_enqueued: bool
+    waiting: Pairs = dataclasses.field(default_factory=list)
+    """Parameters that this rank did not use, with their average."""
+
+
+def _hook_then_optimizer(hook: AnyHook, optimizer_state: _OptimizerHookState) -> AnyHook:
+    """A hook that runs `hook`, then steps the bucket's parameters with what it gave."""
+
+    def hook_then_optimizer_wrapper(hook_state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        waiting = {param for param in bucket.parameters() if param.grad is None and in_backward()}
+
+        def optimizer_step(done: torch.futures.Future[Any]) -> torch.Tensor:
+            mean = _tensor(done.value())
+            optimizer_state.step([(param, grad) for param, grad in _grads(bucket, mean) if param not in waiting])
+            return mean
+
+        def step_waiting() -> None:
+            """Not used here; DDP has given them a gradient if another rank did."""
+            optimizer_state.step([(param, param.grad) for param in waiting if param.grad is not None])
+
+        if waiting:
+            at_the_very_end(step_waiting)
+        return hook(hook_state, bucket).then(optimizer_step)
+
+    return hook_then_optimizer_wrapper
+
+
+def _apply_optim_in_backward_hook(gradient_is_bucket_view: bool) -> AnyHook:
+    """A hook that averages over the model's group and steps the optimizers of `_apply_optimizer_in_backward`.
+
+    Its state is a weak reference to the model. At the end of backward the gradients of their parameters are None.
+    """
+    state = _OptimInBackwardHookState(None, wait_for_optim_stream_enqueued=False)
+
+    def apply_optim_in_backward_hook(hook_state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        if not in_backward():
+            raise RegisterError("optimizers in backward do not work under Join: a joined rank runs no backward")
+        model: DistributedDataParallel = hook_state()
+        unused = {param for param in bucket.parameters() if model.find_unused_parameters and param.grad is None}
+        if not state.wait_for_optim_stream_enqueued:
+            state.wait_for_optim_stream_enqueued = True
+            at_the_very_end(lambda: _end_backward(state, model))
+
+        def step(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+            for param, grad in _grads(bucket, done.value()):
+                if param in unused:
+                    state.waiting.append((param, grad))
+                else:
+                    _use(param, grad, is_view=gradient_is_bucket_view)
+            return done.value()
+
+        return averaged("exact", model.process_group, bucket).then(step)
+
+    return apply_optim_in_backward_hook
+
+
+def register_optim_in_backward(model: DistributedDataParallel) -> None:
+    """What DDP does before its first forward where parameters have optimizers in backward, with the hook above.
+
+    Call it after `_apply_optimizer_in_backward` and before the first forward.
+    """
+    from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map as handles
+
+    params = list(model._module_parameters)
+    if not any(hasattr(param, "_in_backward_optimizers") for param in params):
+        raise RegisterError("no parameter has an optimizer in backward: call _apply_optimizer_in_backward first")
+    for param in params:
+        for handle in handles.get(param, []):
+            handle.remove()
+    model.register_comm_hook(weakref.ref(model), _apply_optim_in_backward_hook(model.gradient_as_bucket_view))
+    model._lazy_init_ran = True  # or DDP would register torch's
+
+
+def _use(param: Any, grad: torch.Tensor, *, is_view: bool) -> None:
+    """Step the parameter's optimizers with `grad`, or let it have that as its gradient if it has none.
+
+    With `is_view`, its gradient is `grad` already. DDP itself writes no gradient of a model with such optimizers.
+    """
+    if hasattr(param, "_in_backward_optimizers"):
+        if not is_view:
+            param.grad = grad
+        for optimizer in param._in_backward_optimizers:
+            optimizer.step()
+    elif param.grad is None:
+        param.grad = grad.clone()
+    elif not is_view:
+        param.grad.copy_(grad)
+
+
+def _end_backward(state: _OptimInBackwardHookState, model: DistributedDataParallel) -> None:
+    """Step what other ranks used, and let the gradients go."""
+    waiting, state.waiting, state.wait_for_optim_stream_enqueued = state.waiting, [], False
+    if model.find_unused_parameters:
+        used = _used_anywhere(model)
+        for param, grad in waiting:
+            if param in used:
+                _use(param, grad, is_view=False)
+    for param in model._module_parameters:
+        if hasattr(param, "_in_backward_optimizers"):
+            param.grad = None
+
+
+def _used_anywhere(model: DistributedDataParallel) -> set[torch.Tensor]:
+    """The parameters that at least one rank has a gradient for. DDP knows, but does not tell."""
+    params = list(model._module_parameters)
+    flags = torch.tensor([float(param.grad is not None) for param in params], device=params[0].device)
+
+    def count(comm: Comm) -> None:
+        comm.all_reduce_(flags)
+
+    hook_of("exact", model.process_group, flags.device).run(count)
+    return {param for param, flag in zip(params, flags.tolist(), strict=True) if flag}
+
+
+def _grads(bucket: GradBucket, mean: torch.Tensor) -> Pairs:
+    """The bucket's parameters with their parts of `mean`."""
+    params = bucket.parameters()
+    if mean.is_sparse:
+        return [(params[0], mean)]
+    flat = mean.to(params[0].dtype.to_real()).view(-1)
+    whole = dataclasses.replace(from_ddp(bucket, lambda _: ""), flat=flat)
+    return list(zip(whole.params, whole.grads, strict=True))
+
+
+def _tensor(value: Any) -> torch.Tensor:
+    """A future's value: DDP takes a tensor, or a list of one."""
+    return value if isinstance(value, torch.Tensor) else value[0]

@@ -1,0 +1,244 @@
+"""Step in backward: each parameter is stepped as soon as its bucket is averaged, beside the rest of the backward pass.
+
+1. DDP hands over a bucket. In the thread that runs backward we only take note of it.
+2. The exchange averages it. In the engine's thread the optimizer then steps the bucket's parameters, with their `grad`
+   set to their part of the bucket. A parameter that this rank did not use waits: other ranks may have, or may not.
+3. At the end of backward, when DDP has said which gradients there are, the parameters that waited are stepped.
+4. `optimizer.step()` then has nothing left to do; it is where the loop says that it agrees with what was done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.variable import Variable
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from gradwire.bucket import Bucket
+from gradwire.errors import RegisterError
+from gradwire.hook import Hook
+from gradwire.optim.parts import Parts, check_optimizer
+
+NO_BACKWARD = -1
+"""What torch calls the backward pass of a thread that runs none."""
+
+
+def step_in_backward(
+    model: DistributedDataParallel, optimizer: Optimizer, *, set_to_none: bool = False
+) -> StepInBackward:
+    """From now on step `optimizer` during the backward passes of `model`, which carries a gradwire hook.
+
+    The training loop stays as it is: `zero_grad()`, forward, backward, `optimizer.step()`, `scheduler.step()`. When
+    backward returns, the parameters are those that `optimizer.step()` would have made, bit for bit; the state is in
+    `optimizer`, and its settings are read anew at every step. `optimizer.step()` does not step again: it raises if the
+    gradients were changed meanwhile (clipped, unscaled), as that came too late.
+
+    With `set_to_none` a gradient is let go as soon as its bucket is full, and after backward every `grad` is None. That
+    saves up to half the memory of gradients; none with `gradient_as_bucket_view`: there they are the buckets' memory.
+    """
+    hook = _hook_of(model)
+    check_optimizer(optimizer)
+    _check_alone(model, hook)
+    return StepInBackward(model, hook, optimizer, set_to_none)
+
+
+class StepInBackward:
+    """What `step_in_backward` returns; `close` goes back to stepping after backward."""
+
+    def __init__(
+        self, model: DistributedDataParallel, hook: Hook, optimizer: Optimizer, set_to_none: bool = False
+    ) -> None:
+        self.hook, self.optimizer, self.set_to_none = hook, optimizer, set_to_none
+        self.steps = 0
+        """Steps made in backward."""
+        self._parts = Parts(optimizer)
+        self._averaged = {param for _, param in hook._params()} | _frozen(model)
+        self._check_members()
+        self._skips_buckets = bool(model.skip_all_reduce_unused_params)
+        self._task = NO_BACKWARD
+        self._stepped: set[Tensor] = set()
+        self._used: set[Tensor] = set()
+        self._seen: list[tuple[Tensor, Tensor, int]] = []
+        self._unread = False
+        self._watches_use = bool(model.find_unused_parameters or model.static_graph)
+        self._handles = [
+            param.register_post_accumulate_grad_hook(self._used.add)
+            for param in (self._averaged if self._watches_use else ())
+            if param.requires_grad
+        ]
+        hook.before_mean, hook.after_mean = self._arrived, self._averaged_one
+        self._restore = _replace_step(optimizer, self._finish)
+
+    def close(self) -> None:
+        """Give the optimizer its own step back, between steps: from the next one on it steps after backward."""
+        if self.hook.after_mean != self._averaged_one:
+            return
+        self.hook.before_mean = self.hook.after_mean = None
+        for handle in self._handles:
+            handle.remove()
+        self._restore()
+
+    # -- in the thread that runs backward ------------------------------------------------------------------------
+
+    def _arrived(self, bucket: Bucket, first: bool) -> None:
+        task, self._task = self._task, torch._C._current_graph_task_id()
+        if not self._in_backward:
+            return
+        if self._skips_buckets:  # those that no rank used never come: the first of a pass may be any, and the last too
+            first = task != self._task
+        if first:
+            self._begin()
+        if self.set_to_none:
+            self._let_go(bucket)
+        if first if self._skips_buckets else bucket.is_last:
+            at_the_very_end(self._end)
+
+    @property
+    def _in_backward(self) -> bool:
+        """False where DDP's Join shadows the backward pass of other ranks."""
+        return self._task != NO_BACKWARD
+
+    def _begin(self) -> None:
+        if self._unread:
+            raise RegisterError(
+                "a second backward pass began before optimizer.step() was called, and the first has stepped the "
+                "parameters already; to accumulate gradients run all passes but the last under model.no_sync()"
+            )
+        self._stepped.clear()
+        self._parts.refresh()
+        self._check_members()
+
+    def _let_go(self, bucket: Bucket) -> None:
+        """The bucket has the gradients now, so they need no memory beside it. (For None DDP would make new ones.)"""
+        for param, grad in self._pairs(bucket):
+            param.grad = grad
+
+    def _end(self) -> None:
+        """DDP is done with the gradients: step what waited, and note how they look."""
+        waited = [param for param in self._parts.params if param.grad is not None and param not in self._stepped]
+        if waited:
+            self._parts.step(waited)
+        if self.set_to_none:
+            for param in self._parts.params:
+                param.grad = None
+        self._seen = [(p, p.grad, p.grad._version) for p in self._parts.params if p.grad is not None]
+        self._used.clear()
+        self._unread = True
+        self.steps += 1
+
+    # -- in a thread of the engine -------------------------------------------------------------------------------
+
+    def _averaged_one(self, bucket: Bucket) -> None:
+        if not self._in_backward:
+            return
+        pairs = self._pairs(bucket)
+        local = [] if self.set_to_none else [param.grad for param, _ in pairs]
+        try:
+            for param, grad in pairs:
+                param.grad = grad
+            if pairs:
+                self._parts.step(param for param, _ in pairs)
+        finally:
+            for (param, _), own in zip(pairs, local, strict=False):
+                param.grad = own
+        self._stepped.update(param for param, _ in pairs)
+
+    def _pairs(self, bucket: Bucket) -> list[tuple[Tensor, Tensor]]:
+        """The bucket's parameters that are ours and that this rank used, with their parts of it."""
+        grads = [bucket.flat] if bucket.flat.is_sparse else bucket.grads
+        return [
+            (param, grad)
+            for param, grad in zip(bucket.params, grads, strict=True)
+            if param in self._parts and (not self._watches_use or param in self._used)
+        ]
+
+    # -- optimizer.step() ----------------------------------------------------------------------------------------
+
+    def _finish(self, optimizer: Any, closure: object = None) -> None:
+        """What `optimizer.step()` is now."""
+        if closure is not None:
+            raise RegisterError("a closure would run backward a second time; step after backward to use one")
+        if getattr(optimizer, "found_inf", None) is not None:
+            raise RegisterError(
+                "a GradScaler must see all gradients before any parameter is stepped; train in bfloat16, which needs "
+                "no scaler, or step after backward"
+            )
+        if not self._unread:  # nothing was averaged since: passes under no_sync alone, or a compiled reducer
+            self._parts.refresh()
+            self._parts.step(param for param in self._parts.params if param.grad is not None)
+            return
+        seen, self._seen, self._unread = self._seen, [], False
+        if any(param.grad is not grad or grad._version != version for param, grad, version in seen):
+            raise RegisterError(
+                "gradients were changed between backward() and optimizer.step(), but the parameters were stepped with "
+                "them as they were; to clip gradients, step after backward: close() what step_in_backward returned"
+            )
+
+    # -- refusals ------------------------------------------------------------------------------------------------
+
+    def _check_members(self) -> None:
+        strangers = sum(param not in self._averaged for param in self._parts.params)
+        if strangers:
+            raise RegisterError(
+                f"{strangers} parameters of the optimizer are in no bucket of this model (other modules', or ignored "
+                "by DDP), so no backward would step them; give them an optimizer of their own"
+            )
+
+
+def _hook_of(model: object) -> Hook:
+    if not isinstance(model, DistributedDataParallel):
+        raise RegisterError(f"the model must be a DistributedDataParallel, got {type(model).__name__}")
+    hook = getattr(model._comm_hooks[0][1], "hook", None) if model._comm_hooks else None
+    if not isinstance(hook, Hook):
+        raise RegisterError("this model carries no gradwire hook; first gradwire.register(model, 'exact'), or another")
+    return hook
+
+
+def _check_alone(model: DistributedDataParallel, hook: Hook) -> None:
+    if hook.after_mean is not None:
+        raise RegisterError("this model's gradients are stepped in backward already; close() that before")
+    if any(hasattr(param, "_in_backward_optimizers") for param in model.module.parameters()):
+        raise RegisterError(
+            "parameters of this model have optimizers from torch's _apply_optimizer_in_backward; use one of the two"
+        )
+
+
+def _frozen(model: DistributedDataParallel) -> set[Tensor]:
+    return {param for param in model.module.parameters() if not param.requires_grad}
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward pass."""
+    return bool(torch._C._current_graph_task_id() != NO_BACKWARD)
+
+
+def at_the_very_end(run: Callable[[], None]) -> None:
+    """Call `run` when this backward ends, after what DDP has still to do: its own call is queued behind ours."""
+    queue = Variable._execution_engine.queue_callback
+    queue(lambda: queue(run))
+
+
+def _replace_step(optimizer: Optimizer, finish: Any) -> Any:
+    """Make `finish` the step of this optimizer object, with torch's hooks around it. The result undoes it."""
+
+    def step(self: Any, closure: object = None) -> None:
+        self._opt_called = True  # what learning-rate schedulers look for
+        finish(self, closure)
+
+    names = ["step", "_step_supports_amp_scaling"]  # the second makes a GradScaler show itself to `finish`
+    before = {name: vars(optimizer)[name] for name in names if name in vars(optimizer)}
+    hooked: Any = Optimizer.profile_hook_step(step)
+    hooked._wrapped_by_lr_sched = hooked._steps_in_backward = True
+    vars(optimizer).update(step=MethodType(hooked, optimizer), _step_supports_amp_scaling=True)
+
+    def restore() -> None:
+        for name in names:
+            vars(optimizer).pop(name, None)
+        vars(optimizer).update(before)
+
+    return restore

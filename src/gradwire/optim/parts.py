@@ -1,0 +1,144 @@
+"""Stepping an ordinary optimizer a few parameters at a time, and finding out whether it can be stepped so."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from gradwire.errors import RegisterError
+
+TRIAL_STEPS = 3
+TRIAL_GROUPS = 16
+
+
+class Parts:
+    """Steps parts of an optimizer. Settings are read, and state is kept, in the optimizer itself at every step.
+
+    Several threads may step different parameters at the same time.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Look again which parameters there are."""
+        self._group_of = {
+            param: number for number, group in enumerate(self.optimizer.param_groups) for param in group["params"]
+        }
+
+    @property
+    def params(self) -> Iterable[Tensor]:
+        """All parameters of the optimizer."""
+        return self._group_of.keys()
+
+    def __contains__(self, param: object) -> bool:
+        return param in self._group_of
+
+    def step(self, params: Iterable[Tensor]) -> None:
+        """What `optimizer.step()` would do to `params`, with their present `grad`."""
+        chosen: dict[int, list[Tensor]] = {}
+        for param in params:
+            chosen.setdefault(self._group_of[param], []).append(param)
+        groups = self.optimizer.param_groups
+        _step(_with_groups(self.optimizer, [{**groups[i], "params": chosen[i]} for i in sorted(chosen)]))
+
+
+def _with_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
+    """The same optimizer, state and all, over other parameter groups."""
+    part: Optimizer = object.__new__(type(optimizer))
+    vars(part).update(vars(optimizer))
+    vars(part).pop("step", None)
+    part.param_groups = groups
+    part._optimizer_step_pre_hooks, part._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    return part
+
+
+def _step(optimizer: Optimizer) -> None:
+    """The class's own step, without the hooks that torch runs around it: those are for whole steps."""
+    step: Any = type(optimizer).step
+    (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
+
+
+# -- may it be stepped in parts? -------------------------------------------------------------------------------------
+
+
+def check_optimizer(optimizer: object) -> Optimizer:
+    """Refuse what is not an optimizer, or one that cannot be stepped in parts; the reason is in the error."""
+    if not isinstance(optimizer, Optimizer):
+        raise RegisterError(f"the optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    name = type(optimizer).__name__
+    if any(kind.__module__.startswith("torch.distributed") for kind in type(optimizer).__mro__):
+        raise RegisterError(
+            f"{name} talks to other ranks in its step, which cannot happen in the middle of backward; use a local "
+            "optimizer, or step after backward"
+        )
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise RegisterError(f"{name} needs a closure, to run backward from inside its step; step it after backward")
+    step = vars(optimizer).get("step")
+    if step is not None and (hasattr(step, "_steps_in_backward") or not hasattr(step, "_wrapped_by_lr_sched")):
+        raise RegisterError(
+            f"step() of this {name} was replaced (by torch.compile, a wrapper, or another scheme of stepping in "
+            "backward), and stepping in parts would pass by it; use an optimizer that is as its class made it"
+        )
+    _try_out(optimizer)
+    return optimizer
+
+
+def _try_out(optimizer: Optimizer) -> None:
+    """Step copies of some parameters together and one by one: that must make no difference."""
+    name = type(optimizer).__name__
+    with torch.random.fork_rng(devices=[]):
+        before = torch.random.get_rng_state()
+        try:
+            together, one_by_one = _trial(optimizer, whole=True), _trial(optimizer, whole=False)
+        except Exception as error:
+            raise RegisterError(f"{name} cannot be stepped in parts; its trial failed with: {error}") from error
+        drew = not torch.equal(before, torch.random.get_rng_state())
+    if drew:
+        raise RegisterError(f"{name} draws random numbers, so its result would hang on the order of the parameters")
+    if not all(torch.equal(a, b) for a, b in zip(together, one_by_one, strict=True)):
+        raise RegisterError(
+            f"{name} cannot be stepped in parts: its step on a parameter depends on the other parameters, or on what "
+            "it counts outside of its state; step it after backward"
+        )
+
+
+def _trial(optimizer: Optimizer, *, whole: bool) -> list[Tensor]:
+    """Copies of the smallest parameters after some steps on made-up gradients."""
+    trial = _with_groups(optimizer, _trial_groups(optimizer))
+    originals = [param for group in trial.param_groups for param in group["params"]]
+    copies = [copy.deepcopy(param) for param in originals]
+    copy_of = dict(zip(originals, copies, strict=True))
+    trial.state = defaultdict(dict)
+    trial.state.update({copy_of[p]: copy.deepcopy(optimizer.state[p]) for p in originals if p in optimizer.state})
+    for group in trial.param_groups:
+        group["params"] = [copy_of[param] for param in group["params"]]
+    parts = Parts(trial)
+    for step in range(TRIAL_STEPS):
+        for number, param in enumerate(copies):
+            seeded = torch.Generator().manual_seed(1000 * step + number)
+            param.grad = torch.randn(param.shape, generator=seeded, dtype=param.dtype).to(param.device)
+        for param in [] if whole else reversed(copies):
+            parts.step([param])
+        if whole:
+            _step(trial)
+    return copies
+
+
+def _trial_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The two smallest parameters of each group; of the groups with the smallest ones, where there are very many."""
+    groups = [
+        {**copy.deepcopy({key: value for key, value in group.items() if key != "params"}), "params": smallest}
+        for group in optimizer.param_groups
+        if (smallest := sorted((p for p in group["params"] if p.numel()), key=Tensor.numel)[:2])
+    ]
+    return sorted(groups, key=lambda group: int(group["params"][0].numel()))[:TRIAL_GROUPS]
