@@ -49,7 +49,11 @@ ON_FOUR = (
     "powersgd:wire=bf16",
 )
 """One of each way over the wire; the others differ in their codec, which does not see how many ranks there are."""
-CASES = [(spec, size) for spec in SPECS for size in ((2, 3, 4) if spec in ON_FOUR else (2, 3))]
+CASES = [
+    pytest.param(spec, size, marks=pytest.mark.thorough if size == 3 else ())
+    for spec in SPECS
+    for size in ((2, 3, 4) if spec in ON_FOUR else (2, 3))
+]
 
 
 @pytest.mark.parametrize("check", EXCHANGE_CHECKS, ids=lambda check: check.__name__)

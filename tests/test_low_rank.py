@@ -243,7 +243,10 @@ def test_no_error_is_kept_for_what_travels_exactly():
     assert torch.equal(outcomes[0][0][4][1], exact)
 
 
-@pytest.mark.parametrize(("resync", "steps", "limit"), [("", 6000, 1000), (",resync=50", 600, 60)])
+@pytest.mark.parametrize(
+    ("resync", "steps", "limit"),
+    [pytest.param("", 6000, 1000, marks=pytest.mark.thorough), (",resync=50", 600, 60)],
+)
 def test_memories_stay_bounded_where_ranks_differ_a_hundredfold(resync, steps, limit):
     """A mean of rank 1, hidden under differences between the ranks that are 100 times larger and never change."""
     shared = matrix(1, 32, 1) @ matrix(2, 1, 32)

@@ -134,6 +134,7 @@ def test_settings_of_a_grid_are_checked():
         Grid(settings=Settings(seed=-1))
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(300)
 def test_an_interrupted_bench_keeps_what_is_done_and_goes_on(tmp_path, capsys):
     path = tmp_path / "records.jsonl"

@@ -3,7 +3,6 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from gradwire.bench.demo import code, heading, meaning, recommended, to_json, to_text
 from gradwire.bench.records import PLAIN, Record, Settings
 from gradwire.bench.table import table
 from gradwire.errors import SpecError
@@ -76,62 +75,6 @@ def test_records_and_settings_come_back_from_json():
     assert [Record.from_dict(json.loads(json.dumps(made.as_dict()))) for made in RECORDS] == RECORDS
     settings = Settings(steps=7, limit_s=3.0)
     assert Settings.from_dict(json.loads(json.dumps(asdict(settings)))) == settings
-
-
-def test_the_least_bytes_are_recommended_and_of_equals_the_most_exact():
-    assert recommended(RECORDS).hook == "fp16"
-    assert code(RECORDS)[-1] == '    hook = gradwire.register(ddp_model, "fp16")'
-    tiny = record("tiny", (70, 70), 0.1)
-    assert recommended([*RECORDS, tiny]).hook == "tiny"
-    assert recommended([*RECORDS, replace(tiny, loss=3.0)]).hook == "fp16"
-    assert recommended([*RECORDS, replace(tiny, kept_promises=False)]).hook == "fp16"
-    assert recommended(RECORDS[:2]) is None
-
-
-def test_the_meaning_names_the_fastest_the_limit_the_link_and_the_replicas():
-    fastest, loopback, link, replicas = meaning(RECORDS)
-    assert fastest == "Fastest hook here: fp16, 1.11x the speed of plain DDP."
-    assert "sending nothing at all (noop) runs at 1.26x" in loopback
-    assert "80.0 ms under plain DDP and 40.0 ms under fp16" in link
-    assert "bit-identical parameters under plain DDP and every hook but noop" in replicas
-
-
-def test_one_process_compares_nothing():
-    alone = [replace(made, sent_bytes=0.0) for made in RECORDS]
-    assert meaning(alone) == ["One process has nothing to exchange: take --nproc 2 or more to compare hooks."]
-    assert code(alone) == []
-
-
-def test_an_unclear_difference_is_called_so():
-    unclear = [RECORDS[0], record("fp16", (80, 99, 99, 120) * 2, 5.0)]
-    assert "quartiles overlap" in meaning(unclear)[0]
-    assert "so few timed steps (2) say little" in meaning([RECORDS[0], record("fp16", (50, 50), 5.0)])[0]
-
-
-def test_broken_promises_and_different_replicas_are_not_hidden():
-    broken = replace(RECORDS[2], kept_promises=False, verified="error 9 is above the promised 1")
-    assert "fp16: error 9 is above" in meaning([RECORDS[0], broken])[-1]
-    assert "DIFFER under plain DDP" in meaning([replace(RECORDS[0], identical=False), RECORDS[2]])[-1]
-
-
-@pytest.mark.parametrize("width", [50, 80, None])
-def test_the_whole_text_fits_its_width(width):
-    text = to_text(RECORDS, Settings(), width)
-    assert max(map(len, text.splitlines())) <= (width or 100)
-    assert "2.5M parameters" in text
-    assert "80 steps under each hook" in " ".join(text.split())
-
-
-def test_a_run_cut_short_says_so():
-    assert "80 steps (of 200, as time was up)" in heading(RECORDS[0], Settings(steps=200))
-
-
-def test_json_has_the_computed_values_too():
-    content = json.loads(to_json(RECORDS, Settings()))
-    fp16 = content["records"][2]
-    assert (fp16["hook"], fp16["sent_bytes"], fp16["wire_s_at_1_gbit_per_s"]) == ("fp16", 5e6, 0.04)
-    assert fp16["speed_up"] == pytest.approx(101 / 91)
-    assert content["settings"]["steps"] == Settings().steps
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,12 @@ import torch
 import gradwire
 
 from .conftest import Case, Outcome
-from .runner import cases, name
+from .runner import cases
 
 pytestmark = pytest.mark.timeout(450)
 
 
-@pytest.mark.parametrize("ddp_case", cases("bad"), ids=name)
+@pytest.mark.parametrize("ddp_case", cases("bad"))
 def test_bad_input(ddp_case: Case, outcome: Outcome) -> None:
     outcome(ddp_case)
 

@@ -13,12 +13,12 @@ from gradwire.testing import RankFailed, spawn_ranks
 from . import forgetful
 from .conftest import Case, Outcome
 from .dying import EXIT_CODE, lose_a_rank
-from .runner import cases, name
+from .runner import cases
 
 pytestmark = pytest.mark.timeout(450)
 
 
-@pytest.mark.parametrize("ddp_case", cases("failures"), ids=name)
+@pytest.mark.parametrize("ddp_case", cases("failures"))
 def test_failure(ddp_case: Case, outcome: Outcome) -> None:
     outcome(ddp_case)
 

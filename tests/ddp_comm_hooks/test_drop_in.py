@@ -41,9 +41,9 @@ def test_ranks(size, names):
     ("size", "name"),
     [
         (2, "compiled_reducer"),
-        (3, "compiled_reducer"),
-        (2, "compiled_per_tensor"),
-        (2, "compiled_per_channel"),
+        pytest.param(3, "compiled_reducer", marks=pytest.mark.thorough),
+        pytest.param(2, "compiled_per_tensor", marks=pytest.mark.thorough),
+        pytest.param(2, "compiled_per_channel", marks=pytest.mark.thorough),
     ],
 )
 def test_compiled_reducer(size, name):

@@ -30,7 +30,7 @@ NAMES = [
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.thorough)])
 def test_ranks(size):
     assert spawn_ranks(size, workers.run, NAMES, timeout_s=240) == [None] * size
 

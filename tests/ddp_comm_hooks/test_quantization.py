@@ -23,7 +23,7 @@ NAMES = [
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.thorough)])
 def test_ranks(size):
     assert spawn_ranks(size, workers.run, NAMES, timeout_s=150) == [None] * size
 

@@ -28,7 +28,13 @@ ON_TWO = [
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize(("size", "names"), [(2, [*ON_TWO, *EVERYWHERE]), (4, ["sub_groups", *EVERYWHERE])])
+@pytest.mark.parametrize(
+    ("size", "names"),
+    [
+        (2, [*ON_TWO, *EVERYWHERE]),
+        pytest.param(4, ["sub_groups", *EVERYWHERE], marks=pytest.mark.thorough),
+    ],
+)
 def test_ranks(size, names, tmp_path):
     """All checks, and at the end the last rank dies without holding up the others."""
     with pytest.raises(RankFailed) as caught:

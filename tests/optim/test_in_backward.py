@@ -28,7 +28,11 @@ ON_TWO = [
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(("size", "names"), [(2, SAME_BITS + ON_TWO), (4, SAME_BITS)], ids=["2", "4"])
+@pytest.mark.parametrize(
+    ("size", "names"),
+    [(2, SAME_BITS + ON_TWO), pytest.param(4, SAME_BITS, marks=pytest.mark.thorough)],
+    ids=["2", "4"],
+)
 def test_ranks(size, names):
     assert spawn_ranks(size, workers.run, names, timeout_s=300) == [None] * size
 
