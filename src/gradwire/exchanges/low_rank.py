@@ -31,6 +31,7 @@ from gradwire.errors import SpecError, StateError
 from gradwire.exchanges.all_reduce import all_reduce_
 from gradwire.exchanges.exempt import check_matches, check_pattern, is_exempt
 from gradwire.exchanges.matrices import Layout, Matrices, lay_out, lay_out_whole, shape_of
+from gradwire.exchanges.riders import Riders
 from gradwire.exchanges.thin import Thin
 from gradwire.kernels.torch.low_rank import Stack
 from gradwire.scratch import empty
@@ -234,38 +235,6 @@ class LowRank:
 
     def __str__(self) -> str:
         return write("powersgd", changed(self))
-
-
-class Riders:
-    """What travels beside P as it is: tensors not worth approximating, and a few rows of every memory."""
-
-    def __init__(self, layout: Layout, work: Tensor, residual: Tensor | None, rows: Sequence[slice]) -> None:
-        self._rest = [work.narrow(0, *where) for where in layout.rest]
-        self._owed = [] if residual is None else [residual.narrow(0, *where) for where in layout.rest]
-        self._memory, self._there = [], []
-        for rest, owed in zip(self._rest, self._owed, strict=bool(self._owed)):
-            rest.add_(owed)
-        for group, part in zip(layout.matrices, rows, strict=True):
-            if residual is not None and part.start < part.stop:
-                self._memory.append(group.stack.of(residual)[:, part])
-                self._there.append(group.stack.of(work)[:, part])
-
-    @property
-    def out(self) -> list[Tensor]:
-        """What this rank sends."""
-        return [*self._rest, *self._memory]
-
-    def back_(self, means: Sequence[Tensor]) -> None:
-        """What comes back. The matrices hold their rank's own memory by now: put the mean of all in its place."""
-        for rest, mean in zip(self._rest, means, strict=False):
-            rest.copy_(mean)
-        for there, memory, mean in zip(self._there, self._memory, means[len(self._rest) :], strict=True):
-            there.add_(mean - memory)
-
-    def settle_(self, finite: Tensor) -> None:
-        """What was owed to exact tensors, from before a switch, is paid now."""
-        for owed in self._owed:
-            owed.mul_(~finite)
 
 
 def _power_step(
