@@ -7,7 +7,7 @@ READY := .venv/.ready
 .PHONY: help setup demo test test-all test-rest thorough browser smoke lint types bench soak docs clean
 
 help:
-	@echo "make demo      train a small GPT on 2 local ranks under every hook, and compare"
+	@echo "make demo      does compression pay for a small GPT on 1 Gbit/s? headroom, advice and a page"
 	@echo "make test      lint, types and all tests"
 	@echo "make test-all  the same, the long tests, the report in a browser, a short shaped-network benchmark (needs root)"
 	@echo "make bench     kernels, codec error and the shaped-network benchmark (needs root, about 45 minutes)"

@@ -138,7 +138,9 @@ def test_the_page_has_the_advice_the_headroom_and_no_loss():
     assert page.text["code"] == [found.line]
     assert "At most 2.00x: 100.0 ms a step with the exact exchange, 50.0 ms with none." in page.text["p"]
     assert page.charts == ["headroom-0", "stack-0", "speed-up-2", "error-2"]
-    assert "None: the script keeps its loss to itself. Compare it under both hooks yourself." in page.text["p"]
+    assert (
+        "None: advise does not see the script's loss. Train under the hook for a while and compare." in page.text["p"]
+    )
     assert "final loss" not in page.text["th"]
     assert [name for name in page.text["th"] if name in dict.fromkeys(row.hook for row in ROWS)] == [
         "exact", "bf16", "int8", "int6",
@@ -161,26 +163,27 @@ def test_a_page_with_exact_alone_has_the_times_of_the_headroom():
 
 def test_a_short_run_on_the_built_in_model(tmp_path):
     page = tmp_path / "report.html"
-    words = ("advise", "--link", "100mbit", "--steps", "8", "--hooks", "int8", "int4", "--json", "--report", str(page))
+    words = ("advise", "--link", "200mbit", "--steps", "8", "--hooks", "int8", "int4", "--json", "--report", str(page))
     command = (sys.executable, "-m", "gradwire", *words)
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stderr
     content = json.loads(done.stdout)
     rows = {row["hook"]: row for row in content["hooks"]}
     assert list(rows) == ["exact", "bf16", "int8", "int4"]
-    assert content["headroom"]["link"] == "100mbit"
-    assert content["headroom"]["is_network_bound"]  # 10 MB at 100 Mbit/s are 0.8 s
-    assert content["pick"] == "int8"
+    assert content["headroom"]["link"] == "200mbit"
+    assert content["headroom"]["is_network_bound"]  # 10 MB at 200 Mbit/s are 0.4 s
+    assert content["pick"] in ("bf16", "int8")
     assert [hook for hook, row in rows.items() if row["measured_s"] is None] == ["int4"]
     assert {len(row["step_s"]) for hook, row in rows.items() if hook != "int4"} == {6}
     assert rows["exact"]["sent_bytes"] == 4 * content["params"]
     assert rows["exact"]["error"] < 1e-6 < rows["bf16"]["error"] < rows["int8"]["error"] < 0.02 < rows["int4"]["error"]
     split = rows["exact"]["split"]
     assert split["compute_s"] + split["wait_s"] == pytest.approx(rows["exact"]["measured_s"])
-    assert split["wire_s"] > 0.7
+    assert split["wire_s"] > 0.35
+    assert split["wait_s"] > 0
     assert rows["int8"]["split"]["encode_s"] > 0
     assert content["report"] == str(page)
-    assert "Use int8" in Page(page.read_text()).text["h2"]
+    assert f"Use {content['pick']}" in Page(page.read_text()).text["h2"]
 
 
 @pytest.mark.parametrize(

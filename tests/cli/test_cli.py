@@ -60,18 +60,18 @@ def test_bad_input_is_one_line_and_code_2(capsys, argv, message):
 
 
 def test_a_short_demo(tmp_path):
-    command = (*GRADWIRE, "demo", "--link", "100mbit", "--steps", "4", "--hooks", "int8", "--json")
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=170, check=False)
+    command = (*GRADWIRE, "demo", "--steps", "4", "--hooks", "int8", "--json")
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stderr
     content = json.loads(done.stdout)
     advice, runs = content["advice"], {run["cell"]["hook"]: run for run in content["records"]}
-    assert (advice["pick"], advice["headroom"]["link"]) == ("int8", "100mbit")
-    assert list(runs) == ["exact", "noop", "int8"]
-    assert {run["cell"]["link"] for run in runs.values()} == {"100mbit"}
+    assert [row["hook"] for row in advice["hooks"]] == ["exact", "bf16", "int8"]
+    assert {*runs} == {"exact", "noop", "int8", advice["pick"]}
+    assert {advice["headroom"]["link"], *(run["cell"]["link"] for run in runs.values())} == {"1gbit"}
     assert {(run["record"]["steps"], len(run["losses"]), run["settings"]["seed"]) for run in runs.values()} == {
         (4, 4, 0)
     }
-    exact, noop, int8 = (run["record"] for run in runs.values())
+    exact, noop, int8 = (runs[hook]["record"] for hook in ("exact", "noop", "int8"))
     assert exact["sent_bytes"] == 4 * exact["params"]
     assert noop["sent_bytes"] == 0
     assert int8["sent_bytes"] == pytest.approx(exact["sent_bytes"] / 4, rel=0.05)
@@ -80,7 +80,7 @@ def test_a_short_demo(tmp_path):
     assert content["report"] == "gradwire-demo.html"
     page = (tmp_path / "gradwire-demo.html").read_text()
     assert all(f'id="{chart}"' in page for chart in ("headroom-0", "stack-0", "speed-up-2", "error-2", "loss-2"))
-    assert advice["line"].replace('"', "&quot;") in page
+    assert f"<h2>{'Use ' + advice['pick'] if advice['compress'] else 'Do not compress'}</h2>" in page
     assert "headroom: step " in done.stderr
 
 
@@ -106,7 +106,8 @@ def test_an_interrupted_demo_leaves_nothing_behind(number, moment, tmp_path):
     assert (demo.returncode, out) == (expected[number], "")
     if number != signal.SIGKILL:
         assert err.splitlines()[-1:] == (["gradwire: interrupted"] if number == signal.SIGINT else [])
-        assert not list(temporary.iterdir())
+        # torch keeps a cache of its own there
+        assert not [path for path in temporary.iterdir() if not path.name.startswith("torchinductor_")]
     for rank in ranks:
         wait_until_gone(rank)
     assert list(tmp_path.iterdir()) == [temporary]

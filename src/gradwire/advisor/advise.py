@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -18,11 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.advisor.headroom import STEPS, Headroom, headroom
 from gradwire.advisor.link import Link, emulate
 from gradwire.advisor.survey import ALWAYS, MEASURED, Survey
+from gradwire.bench.records import Split
 from gradwire.ddp import attach
 from gradwire.exchanges import EXCHANGES, Exact, exchange
 from gradwire.launch import Plan, Script, ScriptFailed, follow
 from gradwire.launch.plan import new_plan
-from gradwire.policies.auto import TURN_STEPS, TURNS, WARM_STEPS, Auto
+from gradwire.policies.auto import NEAR, TURN_STEPS, TURNS, WARM_STEPS, Auto
 
 PAYS = 1.10
 """A hook that makes a run faster by less than this is not worth its risk."""
@@ -41,6 +42,16 @@ class Row:
     """Of the mean, relative to the mean, on the model's own gradients."""
     sent_bytes: float
     """By a rank, each step."""
+    step_s: tuple[float, ...] = ()
+    """What `measured_s` is the median of: the slowest rank's time of every step."""
+    split: Split | None = None
+    """Where the time goes on rank 0, if it was measured."""
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Row:
+        """The inverse of `dataclasses.asdict`."""
+        split = None if values["split"] is None else Split(**values["split"])
+        return cls(**{**values, "step_s": tuple(values["step_s"]), "split": split})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +63,8 @@ class Advice:
     pick: str
     """The hook to use; `exact` for none."""
     max_error: float
+    params: int
+    """Parameters of the model."""
 
     @property
     def compress(self) -> bool:
@@ -61,7 +74,7 @@ class Advice:
     @property
     def line(self) -> str:
         """What to paste into the script."""
-        return f'gradwire.register(model, "{self.pick}")' if self.compress else "# no hook: DDP as it is"
+        return f'gradwire.register(ddp_model, "{self.pick}")' if self.compress else "# no hook: DDP as it is"
 
     def reason(self) -> str:
         """In a sentence or two."""
@@ -83,9 +96,10 @@ class Advice:
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, for JSON."""
-        rows = [{field: getattr(row, field) for field in Row.__slots__} for row in self.rows]
+        rows = [asdict(row) for row in self.rows]
         told = {"pick": self.pick, "compress": self.compress, "reason": self.reason(), "line": self.line}
-        return {**told, "max_error": self.max_error, "headroom": self.headroom.as_dict(), "hooks": rows}
+        limits = {"max_error": self.max_error, "params": self.params}
+        return {**told, **limits, "headroom": self.headroom.as_dict(), "hooks": rows}
 
     def _row(self, hook: str) -> Row:
         return next(row for row in self.rows if row.hook == hook)
@@ -117,19 +131,21 @@ def advise(
     told = _survey(script, settings, found, link, ranks, report)
     if found is None or told is None:
         return None
-    rows = tuple(Row(**row) for row in told["rows"])
-    return Advice(headroom=found, rows=rows, pick=_pick(rows, found, max_error), max_error=max_error)
+    rows = tuple(map(Row.from_dict, told["rows"]))
+    pick = _pick(rows, found, max_error)
+    return Advice(headroom=found, rows=rows, pick=pick, max_error=max_error, params=told["params"])
 
 
 def _pick(rows: Sequence[Row], found: Headroom, max_error: float) -> str:
     """The most exact of the fastest, if it is worth it."""
     fit = {row.hook: row for row in rows if row.measured_s and (row.error <= max_error or row.hook == "exact")}
-    exact = fit["exact"].measured_s
-    best = min(row.measured_s for row in fit.values() if row.measured_s)
-    if not found.is_network_bound or exact is None or exact / best < PAYS:
+    if "exact" not in fit or not found.is_network_bound:  # alone within the error, `exact` needs no measuring
         return "exact"
-    near = [row for row in fit.values() if row.measured_s and row.measured_s <= 1.03 * best]
-    return min(near, key=lambda row: row.error).hook
+    times = {hook: row.measured_s for hook, row in fit.items() if row.measured_s}
+    best = min(times.values())
+    if times["exact"] / best < PAYS:
+        return "exact"
+    return min((hook for hook, time_s in times.items() if time_s <= NEAR * best), key=lambda hook: fit[hook].error)
 
 
 def _settings(hooks: Sequence[str], max_error: float) -> Auto:

@@ -20,8 +20,8 @@ def to_page(found: Advice) -> str:
     steps = len(runs[0].record.step_s)
     lead = (
         f"A model of {found.params / 1e6:.3g}M parameters on {found.headroom.ranks} ranks, while its own script "
-        f"trained it. Hooks took turns, {steps} timed steps each. Step times are medians with quartiles, the slowest rank "
-        "counts. Speed-ups are against the hook exact, which sends what plain DDP sends."
+        f"trained it. Hooks took turns, {steps} timed steps each. Step times are medians with quartiles, the slowest "
+        "rank counts. Speed-ups are against the hook exact, which sends what plain DDP sends."
     )
     return to_html(summarise(runs), finding(found, lead))
 

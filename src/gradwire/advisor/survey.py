@@ -7,6 +7,7 @@ the step time of the most promising ones as it is.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,8 @@ from gradwire.advisor.probe import probe
 from gradwire.advisor.rehearse import rehearse
 from gradwire.exchanges import exchange
 from gradwire.hook import Hook
-from gradwire.policies.auto import Auto, Pilot
+from gradwire.policies.auto import TURN_STEPS, Auto, Pilot
+from gradwire.stats import Stats
 
 MEASURED = 4
 """So many of the most promising hooks are measured, besides `exact` and `bf16`."""
@@ -45,6 +47,8 @@ class Survey(Pilot):
         super().__init__(hook, settings)
         self._compute, self._link, self._publish, self._count = compute, link, publish, count
         self._predicted: dict[str, Prediction] = {}
+        self._step_s: dict[str, list[float]] = {}
+        self._stats: dict[str, Stats] = {}
         self._told = False
 
     def on_step(self) -> None:
@@ -78,11 +82,29 @@ class Survey(Pilot):
             for spec, value in found.items()
         }
 
+    def _switch(self, spec: str) -> None:
+        if self._times and spec != str(self._hook.exchange):
+            self._end_turn()
+        super()._switch(spec)
+
+    def _end_turn(self) -> None:
+        """Keep what the hook has counted. Not at every step: the meter closes a step when it is asked."""
+        self._stats[str(self._hook.exchange)] = self._hook.stats()
+
+    def _decide(self) -> None:
+        """As for `auto`; keep the slowest rank's time of every step that counts."""
+        self._end_turn()
+        for spec, times in self._times.items():
+            counted = [value for position, value in enumerate(times) if position % TURN_STEPS]
+            self._step_s[spec] = self._slowest(counted)
+        super()._decide()
+
     def _settle(self, spec: str, reason: str) -> None:
         super()._settle(spec, reason)
         if not self._told:
             self._told = True
-            self._publish({"pick": spec, "reason": reason, "rows": self._rows(), "size": self._hook.size})
+            params = sum(segment.numel for layout in self._hook.layouts.values() for segment in layout)
+            self._publish({"rows": self._rows(), "params": params})
 
     def _rows(self) -> list[dict[str, Any]]:
         return [
@@ -92,9 +114,20 @@ class Survey(Pilot):
                 "measured_s": self.medians.get(spec),
                 "error": self._errors[spec],
                 "sent_bytes": self._predicted[spec].sent_bytes,
+                "step_s": self._step_s.get(spec, []),
+                "split": _split(self._stats.get(spec), self._step_s.get(spec)),
             }
             for spec in self.settings.specs
         ]
+
+
+def _split(stats: Stats | None, step_s: Sequence[float] | None) -> dict[str, float] | None:
+    """Where the time of the median step goes on this rank, as `bench.records.Split` has it."""
+    if stats is None or not step_s:
+        return None
+    wait_s = min(stats.wait_s, statistics.median(step_s))
+    work = {"encode_s": stats.encode_s, "wire_s": stats.wire_s, "decode_s": stats.decode_s}
+    return {"compute_s": statistics.median(step_s) - wait_s, **work, "wait_s": wait_s}
 
 
 def _compute(found: Mapping[str, Any], buckets: int) -> Compute:

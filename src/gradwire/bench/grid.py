@@ -138,7 +138,7 @@ def _measure(grid: Grid, missing: Sequence[Cell], path: Path, report: Report) ->
         settings = replace(grid.settings, nproc=ranks, seed=grid.settings.seed + repeat)
         where = f"{ranks} ranks, link {link}, repeat {repeat + 1} of {grid.repeats}"
         before, part = done / len(missing), len(group) / len(missing)
-        append(path, _run_group(grid, group, settings, _within(report, before, part, where)))
+        append(path, run_group(grid, group, settings, _within(report, before, part, where)))
         done += len(group)
 
 
@@ -146,7 +146,8 @@ def _within(report: Report, before: float, share: float, where: str) -> Report:
     return lambda part, doing: report(before + part * share, f"{where}: {doing}")
 
 
-def _run_group(grid: Grid, cells: Sequence[Cell], settings: Settings, report: Report) -> list[Run]:
+def run_group(grid: Grid, cells: Sequence[Cell], settings: Settings, report: Report) -> list[Run]:
+    """One link and number of ranks: all its hooks in one set of processes."""
     began = datetime.now(UTC).isoformat(timespec="seconds")
     job = {"hooks": [cell.hook for cell in cells], "link": cells[0].link, "settings": asdict(settings)}
     results = run_ranks(

@@ -15,8 +15,8 @@ from gradwire.version import __version__
 VERBS = (demo, run, headroom, advise, probe, simulate, bench, report, completion)
 EXAMPLES = """\
 examples:
-  gradwire demo                        every hook against plain DDP on 2 local processes, in about a minute
-  gradwire demo --hooks fp16 bf16      only these hooks
+  gradwire demo                        does compression pay for a small GPT on 1 Gbit/s? in a minute or two
+  gradwire demo --link 100mbit         the same on a slower link
   gradwire run --hook bf16 --nproc 2 train.py
                                        an unmodified DDP script under a hook
   gradwire headroom --nproc 2 train.py how much faster any hook could make it

@@ -7,20 +7,25 @@ import json
 import sys
 import textwrap
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
-from gradwire.advisor.advise import Advice, advise
+from gradwire.advisor.advise import Advice, Row, advise
 from gradwire.advisor.headroom import STEPS
+from gradwire.advisor.page import to_page
 from gradwire.bench.progress import Lines, progress
 from gradwire.cli.headroom import WIDTH
 from gradwire.cli.headroom import to_text as headroom_text
 from gradwire.cli.script import add_script, ranks_of, script_of
+from gradwire.report.write import check_writable, save
 
 EXAMPLES = """\
 examples:
   gradwire advise                                        the built-in GPT on 2 local ranks
   gradwire advise --link 1gbit                           the same, as if on a link of 1 Gbit/s
   gradwire advise --nproc 2 train.py --epochs 1          your own script, unmodified, until enough is known
+  gradwire advise --report report.html --nproc 2 train.py
+                                                         and a page with charts
   gradwire advise --max-error 0.1 --hooks int8 int4 powersgd:rank=8 --nproc 2 train.py
 """
 
@@ -41,6 +46,7 @@ def add(verbs: Any) -> None:
         "--steps", type=int, default=STEPS, help="steps to time for the headroom (default: %(default)s)"
     )
     parser.add_argument("--link", metavar="LINK", help="emulate a slower link, such as 100mbit,latency=5ms")
+    parser.add_argument("--report", type=Path, metavar="PATH", help="write a page with charts, such as report.html")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     add_script(parser, required=False)
     parser.set_defaults(run=run)
@@ -50,6 +56,8 @@ def run(args: argparse.Namespace) -> None:
     """Do it."""
     script, ranks = script_of(args) if args.script else None, ranks_of(args)
     title = "gradwire advise"
+    if args.report is not None:
+        check_writable(args.report)
     with progress(sys.stderr, title) if script is None else nullcontext(Lines(sys.stderr, title).show) as report:
         found = advise(
             script,
@@ -61,20 +69,46 @@ def run(args: argparse.Namespace) -> None:
             **ranks,
         )
     if found is not None:
-        print(json.dumps(found.as_dict(), indent=2) if args.json else to_text(found), flush=True)
+        if args.report is not None:
+            save(args.report, to_page(found))
+        print(to_json(found, args.report) if args.json else to_text(found, args.report), flush=True)
 
 
-def to_text(found: Advice) -> str:
+def to_json(found: Advice, path: Path | None) -> str:
+    """Everything, and where the page is."""
+    return json.dumps({**found.as_dict(), "report": None if path is None else str(path)}, indent=2)
+
+
+def to_text(found: Advice, path: Path | None = None) -> str:
     """What is printed."""
-    lines = [headroom_text(found.headroom), "", HEADER]
-    for row in sorted(found.rows, key=lambda row: row.measured_s or row.predicted_s):
-        measured = "-" if row.measured_s is None else f"{1e3 * row.measured_s:.1f}"
-        mark = " <-" if row.hook == found.pick else " error too large" if row.error > found.max_error else ""
-        lines.append(
-            f"{row.hook:<24}{1e3 * row.predicted_s:>13.1f}{measured:>13}{row.sent_bytes / 1e6:>10.2f}{row.error:>10.1e}"
-            f"{mark}"
-        )
-    return "\n".join([*lines, "", textwrap.fill(found.reason(), WIDTH), "", f"    {found.line}"])
+    parts = [headroom_text(found.headroom), hooks_text(found), answer_text(found)]
+    return "\n\n".join([*parts, *([] if path is None else [f"report: {path}"])])
 
 
-HEADER = f"{'hook':<24}{'predicted ms':>13}{'measured ms':>13}{'MB sent':>10}{'error':>10}"
+def hooks_text(found: Advice) -> str:
+    """A row a hook: first those that were measured, from the fastest, then the others as they are predicted."""
+    exact = next(row for row in found.rows if row.hook == "exact")
+    ordered = sorted(found.rows, key=lambda row: (row.measured_s is None, row.measured_s or row.predicted_s))
+    return "\n".join([HEADER, *(_line(row, exact, found) for row in ordered)])
+
+
+def answer_text(found: Advice) -> str:
+    """What to do, and the line to paste."""
+    return f"{textwrap.fill(found.reason(), WIDTH)}\n\n    {found.line}"
+
+
+def _line(row: Row, exact: Row, found: Advice) -> str:
+    measured = ratio = "-"
+    if row.measured_s is not None:
+        measured = f"{1e3 * row.measured_s:.1f}"
+        ratio = f"{(exact.measured_s or row.measured_s) / row.measured_s:.2f}x"
+    mark = "  <- use this" if row.hook == found.pick and found.compress else ""
+    if row.error > found.max_error:
+        mark = "  error too large"
+    return (
+        f"{row.hook:<20}{1e3 * row.predicted_s:>13.1f}{measured:>12}{ratio:>9}{row.sent_bytes / 1e6:>9.2f}"
+        f"{row.error:>9.1e}{mark}"
+    )
+
+
+HEADER = f"{'hook':<20}{'predicted ms':>13}{'measured ms':>12}{'speed-up':>9}{'MB sent':>9}{'error':>9}"

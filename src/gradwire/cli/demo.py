@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+import textwrap
+from pathlib import Path
 from typing import Any
 
-from gradwire.bench.demo import LIMIT_S, demo
-from gradwire.bench.measure import all_hooks
-from gradwire.bench.records import Settings
+from gradwire.bench.demo import TRAINED, Demo, demo, link_words
+from gradwire.bench.progress import progress
+from gradwire.bench.records import NO_LINK, Settings
+from gradwire.cli.advise import answer_text, hooks_text
+from gradwire.cli.headroom import WIDTH
+from gradwire.cli.headroom import to_text as headroom_text
+from gradwire.report.columns import COLUMNS, name, notes
+from gradwire.report.summary import Group
+from gradwire.report.write import check_writable, save
 
-DEFAULTS = Settings()
+LINK = "1gbit"
+STEPS = 40
+PAGE = Path("gradwire-demo.html")
+LEFT_OUT = ("wait, ms", "bits a value")
+"""Columns of the page that a terminal of 80 characters has no room for."""
 EXAMPLES = """\
 examples:
   gradwire demo
-  gradwire demo --hooks fp16 bf16:accumulate=wire --steps 200
+  gradwire demo --link 100mbit,latency=5ms --report slow.html
+  gradwire demo --hooks int8 int6 powersgd:rank=8 --steps 100
   gradwire demo --nproc 4 --seed 1 --json > demo.json
 """
 
@@ -23,33 +37,73 @@ def add(verbs: Any) -> None:
     """The verb and its options."""
     parser = verbs.add_parser(
         "demo",
-        help="train a small GPT under plain DDP and under each hook, and compare",
-        description="Train the same small GPT from the same seed on local processes, under plain DDP and under each\n"
-        "hook, and print step time, bytes sent, gradient error and loss.",
+        help="does compression pay for a small GPT on a slow link? headroom, advice and a page",
+        description="On local processes and an emulated link: measure what the network costs a small GPT, find the\n"
+        "best hook for it, train under that and a few others, and write a page with all of it.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--nproc", type=int, default=DEFAULTS.nproc, help="local processes (default: %(default)s)")
+    parser.add_argument("--link", default=LINK, help=f"to emulate; {NO_LINK}: as it is (default: %(default)s)")
+    parser.add_argument("--nproc", type=int, default=Settings().nproc, help="local processes (default: %(default)s)")
     parser.add_argument(
-        "--steps",
-        type=int,
-        help=f"training steps under each hook (default: {DEFAULTS.steps}, or as many as {LIMIT_S:.0f} s allow)",
+        "--steps", type=int, default=STEPS, help="for the headroom, and under each hook (default: %(default)s)"
     )
     parser.add_argument(
         "--hooks",
         nargs="+",
-        default=all_hooks(),
+        default=[],
         metavar="HOOK",
-        help=f"hooks to compare with plain DDP, as specs (default: {' '.join(all_hooks())})",
+        help=f"choose from these, and train them (default: choose from all, train {' '.join(TRAINED)})",
     )
-    parser.add_argument("--seed", type=int, default=DEFAULTS.seed, help="of weights and batches (default: %(default)s)")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    parser.add_argument("--seed", type=int, default=0, help="of the training (default: %(default)s)")
+    parser.add_argument("--report", type=Path, default=PAGE, metavar="PATH", help="the page (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
     """Do it."""
-    limit_s = LIMIT_S if args.steps is None else None
-    steps = DEFAULTS.steps if args.steps is None else args.steps
-    settings = Settings(nproc=args.nproc, steps=steps, seed=args.seed, limit_s=limit_s)
-    demo(args.hooks, settings, as_json=args.json, out=sys.stdout, err=sys.stderr)
+    settings = Settings(nproc=args.nproc, steps=args.steps, seed=args.seed)
+    check_writable(args.report)
+    with progress(sys.stderr, "gradwire demo") as report:
+        found = demo(args.hooks, args.link, settings, report)
+    save(args.report, found.to_html())
+    print(to_json(found, args.report) if args.json else to_text(found, args.report), flush=True)
+
+
+def to_json(found: Demo, path: Path) -> str:
+    """Everything."""
+    records = [run.as_dict() for run in found.runs]
+    return json.dumps({"advice": found.advice.as_dict(), "records": records, "report": str(path)}, indent=2)
+
+
+def to_text(found: Demo, path: Path) -> str:
+    """What is printed."""
+    first = found.runs[0]
+    (group,) = found.summary.groups
+    title = (
+        f"Does compression pay? A GPT of {first.record.params / 1e6:.1f}M parameters on {first.cell.ranks} local ranks"
+        f"{link_words(first.cell.link)}."
+    )
+    parts = [
+        textwrap.fill(title, WIDTH),
+        f"1. Headroom\n{headroom_text(found.advice.headroom)}",
+        f"2. Hooks, the most promising ones measured; errors on the model's own gradients\n{hooks_text(found.advice)}",
+        f"3. Training: {first.settings.steps} steps under each hook, the same seed and batches\n{training_text(group)}",
+        answer_text(found.advice),
+        f"report: {path}",
+    ]
+    return "\n\n".join(parts)
+
+
+def training_text(group: Group) -> str:
+    """The table, its columns as wide as they must be."""
+    shown = [column for column in COLUMNS if column.head not in LEFT_OUT]
+    lines = [["hook", *(column.head for column in shown)]]
+    lines += [[name(row), *(column.text(row, group) for column in shown)] for row in group.rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    table = [
+        first.ljust(widths[0]) + "".join(cell.rjust(width + 2) for cell, width in zip(rest, widths[1:], strict=True))
+        for first, *rest in lines
+    ]
+    return "\n".join([*table, *notes(group)])

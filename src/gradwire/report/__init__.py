@@ -3,11 +3,12 @@
 from gradwire.bench.jsonl import Records, RecordsError, read
 from gradwire.report.advice import Advice, advise
 from gradwire.report.markdown import to_markdown
-from gradwire.report.page import to_html
+from gradwire.report.page import Finding, to_html
 from gradwire.report.summary import Group, Row, Summary, summarise
 
 __all__ = [
     "Advice",
+    "Finding",
     "Group",
     "Records",
     "RecordsError",

@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gradwire.bench.demo import FEW_STEPS, SAME_LOSS
 from gradwire.bench.records import PLAIN
 from gradwire.bench.table import ms
 from gradwire.report.summary import Group, Row
 
 BOUND_BY_NETWORK = 1.10
 """Below this ceiling the network is not what holds training back."""
+
+SAME_LOSS = 0.02
+"""Final losses closer than this count as equal: another seed moves them by more."""
+
+FEW_STEPS = 8
+"""Fewer timed steps than this say nothing about speed."""
 
 NOISE = 0.97
 """Below this one noop, which does less than exact, was slower: the machine had other work."""

@@ -15,33 +15,29 @@ PARTS = (("compute", "compute"), ("wait", "wait for the exchange"))
 BESIDE = (("encode", "encode"), ("wire", "wire"), ("decode", "decode"))
 
 
-def headroom(key: str, group: Group) -> Markup:
+def headroom(key: str, name: str, exact_s: float, noop_s: float) -> Markup:
     """The step with the exact exchange over the step with none: what is between them is all a hook can win."""
-    exact, noop = group.exact, group.noop
-    if exact is None or noop is None:
-        return join()
-    longest = max(exact.record.median_s, noop.record.median_s)
-    scale = linear(0, longest, 0, WIDTH)
-    words = f"exact {ms(exact.record.median_s)} ms, noop {ms(noop.record.median_s)} ms a step"
-    marks = [_named_bar(row, index * (LINE + BAR + GAP), scale) for index, row in enumerate((exact, noop))]
-    lost = max(exact.record.median_s - noop.record.median_s, 0.0)
-    x = scale(noop.record.median_s)
+    scale = linear(0, max(exact_s, noop_s), 0, WIDTH)
+    words = f"exact {ms(exact_s)} ms, noop {ms(noop_s)} ms a step"
+    bars = (("exact: everything is sent", exact_s), ("noop: nothing is sent", noop_s))
+    marks = [_named_bar(*bar, index * (LINE + BAR + GAP), scale) for index, bar in enumerate(bars)]
+    lost = max(exact_s - noop_s, 0.0)
+    x = scale(noop_s)
     room = tag(
         "rect", tag("title", f"exposed communication, {ms(lost)} ms"),
-        x=x, y=LINE + 4, width=max(scale(exact.record.median_s) - x, 0.0), height=BAR, class_="c-wait",
+        x=x, y=LINE + 4, width=max(scale(exact_s) - x, 0.0), height=BAR, class_="c-wait",
     )  # fmt: skip
     y = 2 * (LINE + BAR + GAP) + 6
-    share = lost / exact.record.median_s
+    share = lost / exact_s
     said = text(0, y, f"exposed communication: {ms(lost)} ms, {share:.0%} of a step", class_="label strong")
-    return chart(key, f"Headroom, {group.name}", f"Step time: {words}.", y + 8, *marks, room, said)
+    return chart(key, f"Headroom, {name}", f"Step time: {words}.", y + 8, *marks, room, said)
 
 
-def _named_bar(row: Row, top: float, scale: Scale) -> Markup:
-    names = {"exact": "exact: everything is sent", "noop": "noop: nothing is sent"}
+def _named_bar(name: str, step_s: float, top: float, scale: Scale) -> Markup:
     return join(
-        text(0, top + LINE - 3, names[row.hook]),
-        text(WIDTH, top + LINE - 3, f"{ms(row.record.median_s)} ms", anchor="end"),
-        tag("rect", x=0, y=top + LINE + 4, width=scale(row.record.median_s), height=BAR, class_="c-compute"),
+        text(0, top + LINE - 3, name),
+        text(WIDTH, top + LINE - 3, f"{ms(step_s)} ms", anchor="end"),
+        tag("rect", x=0, y=top + LINE + 4, width=scale(step_s), height=BAR, class_="c-compute"),
     )
 
 
@@ -58,6 +54,30 @@ def stack(key: str, group: Group) -> Markup:
     marks = [join(*_stacked(row, index * pitch, scale)) for index, row in enumerate(rows)]
     words = "; ".join(f"{row.hook}: {_parts_text(row)}" for row in rows)
     return chart(key, f"Where a step's time goes, {group.name}", f"{words}.", bottom + LINE + 6, grid, *marks)
+
+
+def speed_ups(key: str, group: Group) -> Markup:
+    """A bar a hook, from the fastest, with a line where a hook begins to pay: for one link."""
+    found = [(row, ratio) for row in group.rows if row.hook != "exact" and (ratio := group.speed_up(row)) is not None]
+    if not found:
+        return join()
+    found.sort(key=lambda pair: -pair[1])
+    scale, pitch = linear(0, max(1.1, found[0][1]), 0, WIDTH), LINE + BAR + GAP
+    bottom = pitch * len(found)
+    marks = [_ratio_bar(row, ratio, index * pitch, scale) for index, (row, ratio) in enumerate(found)]
+    even = [line(scale(1), 0, scale(1), bottom, "even"), text(scale(1), bottom + LINE, "1x", anchor="middle")]
+    words = ", ".join(f"{row.hook} {ratio:.2f}x" for row, ratio in found)
+    return chart(key, f"Speed-up over exact, {group.name}", f"{words}.", bottom + LINE + 6, *marks, *even)
+
+
+def _ratio_bar(row: Row, ratio: float, top: float, scale: Scale) -> Markup:
+    name = f"{label(row.hook)}{'' if row.record.averages else ': nothing is sent'}"
+    kind = "compute" if not row.record.averages else "decode" if ratio > 1 else "wait"
+    return join(
+        text(0, top + LINE - 3, name, class_="label strong"),
+        text(WIDTH, top + LINE - 3, f"{ratio:.2f}x", anchor="end"),
+        tag("rect", x=0, y=top + LINE + 2, width=scale(ratio), height=BAR, class_=f"c-{kind}"),
+    )
 
 
 def _extent(row: Row) -> float:

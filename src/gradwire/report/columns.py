@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -59,6 +60,13 @@ def _kept(row: Row, group: Group) -> str:
     return f"{row.record.loss:.3f}" + (" !" if broken else "")
 
 
+def columns(group: Group) -> tuple[Column, ...]:
+    """Those that there is something to write in: a user's script keeps its loss to itself."""
+    known = any(math.isfinite(row.record.loss) for row in group.rows)
+    return COLUMNS if known else tuple(column for column in COLUMNS if column is not LOSS)
+
+
+LOSS = Column("final loss", lambda row, _: row.record.loss, _kept)
 COLUMNS = (
     Column("step, ms", lambda row, _: row.record.median_s, lambda row, _: ms(row.record.median_s)),
     Column("quartiles, ms", lambda row, _: row.record.quartiles_s[1] - row.record.quartiles_s[0], _spread),
@@ -69,5 +77,5 @@ COLUMNS = (
     Column(
         "gradient error", lambda row, _: row.record.gradient_error, lambda row, _: f"{row.record.gradient_error:.1e}"
     ),
-    Column("final loss", lambda row, _: row.record.loss, _kept),
+    LOSS,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gradwire.report.advice import advise
-from gradwire.report.columns import COLUMNS, name, notes
+from gradwire.report.columns import columns, name, notes
 from gradwire.report.crossover import crossovers
 from gradwire.report.summary import Group, Summary
 from gradwire.report.words import heading, origin
@@ -27,8 +27,9 @@ def section(group: Group) -> str:
     lines = [f"### {group.name[0].upper()}{group.name[1:]}", "", f"**{advice.title}.** {advice.reason}"]
     if advice.code:
         lines += ["", f"    {advice.code}"]
-    head = ["hook", *(column.head for column in COLUMNS)]
-    rows = [[name(row), *(column.text(row, group) for column in COLUMNS)] for row in group.rows]
+    shown = columns(group)
+    head = ["hook", *(column.head for column in shown)]
+    rows = [[name(row), *(column.text(row, group) for column in shown)] for row in group.rows]
     return "\n".join([*lines, "", *table(head, rows), "", *notes(group), ""])
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from gradwire.bench.table import ms
 from gradwire.report import bars, loss, scatter, speed
-from gradwire.report.advice import advise
-from gradwire.report.columns import COLUMNS, name, notes
+from gradwire.report.advice import Advice, advise
+from gradwire.report.columns import columns, name, notes
 from gradwire.report.crossover import crossovers
 from gradwire.report.markup import Markup, join, tag
 from gradwire.report.style import style
@@ -19,7 +20,20 @@ NO_NETWORK = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 """The browser itself refuses every request."""
 
 
-def to_html(summary: Summary) -> str:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """What `gradwire advise` has found, to be told in place of what the records say about it."""
+
+    advice: Advice
+    lead: str
+    """What was trained, and how often."""
+    step_s: float
+    """With communication."""
+    exposed_s: float
+    """How much of it communication is to blame for."""
+
+
+def to_html(summary: Summary, found: Finding | None = None) -> str:
     """The whole page."""
     head = tag(
         "head",
@@ -31,20 +45,23 @@ def to_html(summary: Summary) -> str:
         tag("link", rel="icon", href="data:,"),
         tag("style", Markup(style(len(summary.groups)))),
     )
-    body = tag("body", tag("a", "Skip to the table", href="#table", class_="skip"), _main(summary), _footer(summary))
+    body = tag(
+        "body", tag("a", "Skip to the table", href="#table", class_="skip"), _main(summary, found), _footer(summary)
+    )
     return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
 
 
-def _main(summary: Summary) -> Markup:
-    top = tag("header", tag("h1", "Does compression pay?"), tag("p", heading(summary), class_="lead"))
-    groups = [_group(index, group) for index, group in enumerate(summary.groups)]
+def _main(summary: Summary, found: Finding | None) -> Markup:
+    lead = heading(summary) if found is None else found.lead
+    top = tag("header", tag("h1", "Does compression pay?"), tag("p", lead, class_="lead"))
+    groups = [_group(index, group, found) for index, group in enumerate(summary.groups)]
     pictures = tag(
         "div",
         tag("div", *groups, class_="column"),
         tag("div", *_across(summary), class_="column"),
         class_="columns",
     )
-    return tag("main", top, _choice(summary), pictures, _tables(summary))
+    return tag("main", top, _choice(summary), pictures, _tables(summary, found))
 
 
 def _choice(summary: Summary) -> Markup:
@@ -59,8 +76,12 @@ def _choice(summary: Summary) -> Markup:
     return tag("fieldset", tag("legend", "Link and ranks"), *options, class_="choice")
 
 
-def _group(index: int, group: Group) -> Markup:
-    advice = advise(group)
+def _advice(group: Group, found: Finding | None) -> Advice:
+    return advise(group) if found is None else found.advice
+
+
+def _group(index: int, group: Group, found: Finding | None) -> Markup:
+    advice = _advice(group, found)
     verdict = tag(
         "section",
         tag("p", group.name, class_="eyebrow"),
@@ -70,7 +91,7 @@ def _group(index: int, group: Group) -> Markup:
         class_=f"card verdict {'go' if advice.hook else 'stay'}",
     )
     room = _card(
-        "Headroom", "What the exchange costs now, and so all that any hook could win.", _headroom(index, group)
+        "Headroom", "What the exchange costs now, and so all that any hook could win.", _headroom(index, group, found)
     )
     stack = _card(
         "Where a step's time goes",
@@ -81,14 +102,17 @@ def _group(index: int, group: Group) -> Markup:
     return tag("div", verdict, room, stack, class_=f"column group group-{index}")
 
 
-def _headroom(index: int, group: Group) -> Markup:
-    picture = bars.headroom(f"headroom-{index}", group)
-    if group.ceiling is None or group.exact is None or group.noop is None:
+def _headroom(index: int, group: Group, found: Finding | None) -> Markup:
+    if found is not None:
+        exact_s, noop_s = found.step_s, found.step_s - found.exposed_s
+    elif group.exact is not None and group.noop is not None:
+        exact_s, noop_s = group.exact.record.median_s, group.noop.record.median_s
+    else:
         return tag("p", "No run of exact and noop to compare.")
-    exact_s, noop_s = group.exact.record.median_s, group.noop.record.median_s
+    picture = bars.headroom(f"headroom-{index}", group.name, exact_s, noop_s)
     fact = tag(
         "p",
-        f"At most {group.ceiling:.2f}x: {ms(exact_s)} ms a step with the exact exchange, {ms(noop_s)} ms with none.",
+        f"At most {exact_s / noop_s:.2f}x: {ms(exact_s)} ms a step with the exact exchange, {ms(noop_s)} ms with none.",
     )
     return join(picture, fact)
 
@@ -97,14 +121,11 @@ def _across(summary: Summary) -> list[Markup]:
     """What compares links, and what does not depend on them, for the ranks of the chosen group."""
     sections = []
     for ranks, groups in summary.by_ranks():
-        cards = [_speed_up(ranks, groups, summary.hooks), _error(ranks, groups[0], summary.hooks)]
-        cards.append(
-            _card(
-                f"Loss curves, {ranks} ranks",
-                "Training loss in nats per byte; every hook sees the same batches. " + _link_words(groups),
-                loss.losses(f"loss-{ranks}", groups[0], summary.hooks),
-            )
-        )
+        cards = [
+            _speed_up(ranks, groups, summary.hooks),
+            _error(ranks, groups[0], summary.hooks),
+            _losses(ranks, groups, summary.hooks),
+        ]
         members = " ".join(f"group-{summary.groups.index(group)}" for group in groups)
         sections.append(tag("div", *cards, class_=f"column group {members}"))
     return sections
@@ -113,9 +134,15 @@ def _across(summary: Summary) -> list[Markup]:
 def _speed_up(ranks: int, groups: Sequence[Group], hooks: Sequence[str]) -> Markup:
     points = [tag("li", words) for words in crossovers(groups)]
     more = tag("details", tag("summary", "Crossover points"), tag("ul", *points)) if points else join()
-    words = "Against the hook exact. Above the line a hook pays; a ring marks where it begins to."
     if len(groups) == 1:
-        words += " One link was measured: gradwire bench --links none 1gbit 100mbit shows more."
+        words = (
+            "Against the hook exact: right of the line a hook pays. One link was measured; gradwire bench --links none "
+        )
+        picture = bars.speed_ups(f"speed-up-{ranks}", groups[0])
+        return _card(
+            f"Speed-up, {ranks} ranks", f"{words}1gbit 100mbit compares several, for the built-in model.", picture
+        )
+    words = "Against the hook exact. Above the line a hook pays; a ring marks where it begins to."
     picture = speed.speed_up(f"speed-up-{ranks}", groups, hooks)
     return _card(f"Speed-up against bandwidth, {ranks} ranks", words, join(picture, more))
 
@@ -130,6 +157,16 @@ def _error(ranks: int, group: Group, hooks: Sequence[str]) -> Markup:
     )
 
 
+def _losses(ranks: int, groups: Sequence[Group], hooks: Sequence[str]) -> Markup:
+    title, picture = f"Loss curves, {ranks} ranks", loss.losses(f"loss-{ranks}", groups[0], hooks)
+    if not picture:
+        return _card(
+            title, "None: advise does not see the script's loss. Train under the hook for a while and compare.", join()
+        )
+    words = "Training loss in nats per byte; every hook sees the same batches. "
+    return _card(title, words + _link_words(groups), picture)
+
+
 def _link_words(groups: Sequence[Group]) -> str:
     return "A link changes times, not values." if len(groups) > 1 else ""
 
@@ -138,19 +175,19 @@ def _card(title: str, words: str, content: Markup) -> Markup:
     return tag("section", tag("h2", title), tag("p", words, class_="hint"), content, class_="card")
 
 
-def _tables(summary: Summary) -> Markup:
-    tables = [_table(index, group) for index, group in enumerate(summary.groups)]
+def _tables(summary: Summary, found: Finding | None) -> Markup:
+    tables = [_table(index, group, _advice(group, found)) for index, group in enumerate(summary.groups)]
     return tag("section", tag("h2", "All numbers"), *tables, class_="card", id="table")
 
 
-def _table(index: int, group: Group) -> Markup:
-    heads = [tag("th", column.head, scope="col") for column in COLUMNS]
+def _table(index: int, group: Group, advice: Advice) -> Markup:
+    shown = columns(group)
+    heads = [tag("th", column.head, scope="col") for column in shown]
     head = tag("thead", tag("tr", tag("th", "hook", scope="col"), *heads))
-    best = advise(group).hook
     rows = []
     for row in group.rows:
-        cells = [_cell(column.value(row, group), column.text(row, group)) for column in COLUMNS]
-        chosen = "chosen" if row.hook == best else None
+        cells = [_cell(column.value(row, group), column.text(row, group)) for column in shown]
+        chosen = "chosen" if row.hook == advice.hook else None
         rows.append(tag("tr", tag("th", name(row), scope="row"), *cells, class_=chosen))
     table = tag("table", tag("caption", group.name), head, tag("tbody", *rows))
     frame = tag("div", table, class_="scroll", tabindex=0, role="region", aria_label=f"Table, {group.name}")
@@ -164,5 +201,7 @@ def _cell(value: float | None, text: str) -> Markup:
 
 def _footer(summary: Summary) -> Markup:
     places = [tag("p", origin(made)) for made in summary.origins]
-    when = f"{summary.runs} records, the first of {summary.began}. Seed {summary.settings.seed}."
+    ours = any(row.losses for group in summary.groups for row in group.rows)  # a script has a seed of its own
+    seed = f" Seed {summary.settings.seed}." if ours else ""
+    when = f"{summary.runs} records, the first of {summary.began}.{seed}"
     return tag("footer", *places, tag("p", when))

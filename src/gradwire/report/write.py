@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -33,7 +34,7 @@ def report(records: Path, path: Path | None, *, kind: str, as_json: bool, out: T
         out.write(text)
     else:
         if target is not None:
-            _write(target, text)
+            save(target, text)
         out.write(to_json(summary, target) if as_json else to_text(summary, target))
     out.flush()
 
@@ -73,7 +74,17 @@ def _group(group: Group) -> dict[str, Any]:
     }
 
 
-def _write(path: Path, text: str) -> None:
+def check_writable(path: Path) -> None:
+    """SpecError if `path` cannot be written: before the work, not after it."""
+    if path.is_dir():
+        raise SpecError(f"cannot write {path}: it is a folder; name a file in it")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        why = "no permission" if path.parent.is_dir() else f"there is no folder {path.parent}"
+        raise SpecError(f"cannot write {path}: {why}")
+
+
+def save(path: Path, text: str) -> None:
+    """RecordsError if that fails."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
