@@ -18,13 +18,12 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.bucket import GRADIENT_DTYPES, Bucket, from_ddp, segments_of
-from gradwire.comm import Comm, Lanes, TracedComm
+from gradwire.comm import Comm, Lanes, TracedComm, slow_link
 from gradwire.errors import RegisterError, SpecError
 from gradwire.exchanges import Exact, Exchange, exchange
 from gradwire.hook import Hook
-from gradwire.policies.auto import Auto, Pilot
+from gradwire.policies.auto import Pilot, auto
 from gradwire.runner import THREADS, LaneRunner, Runner, StreamRunner
-from gradwire.spec import build, read
 
 log = logging.getLogger("gradwire")
 
@@ -44,10 +43,9 @@ def register(
     `chunk_bytes` of gradient travel at a time; leave it alone unless you measure. Errors come out here and not at the
     first step.
     """
-    if isinstance(spec, str) and read(spec)[0] == "auto":
-        auto = build("hook", spec, {"auto": Auto}, options)
+    if (settings := auto(spec, **options)) is not None:
         hook = attach(model, Exact(), chunk_bytes=chunk_bytes)
-        hook.pilot = Pilot(hook, auto) if hook.size > 1 else None
+        hook.pilot = Pilot(hook, settings) if hook.size > 1 else None
         return hook
     return attach(model, exchange(spec, **options), chunk_bytes=chunk_bytes)
 
@@ -181,6 +179,8 @@ def _runner(group: dist.ProcessGroup, device: torch.device) -> Runner:
     if group.size() == 1:
         return StreamRunner(group, torch.device("cpu"))
     if device.type != "cpu" and _backend_name(group, device) not in HOST_BLOCKING:
+        if slow_link.get() is not None:
+            raise RegisterError(f"an emulated link holds up CPU models only, and this one is on {device.type!r}")
         return StreamRunner(group, device)
     counter = _engines_made.setdefault(group, itertools.count())
     store = c10d._get_process_group_store(group)

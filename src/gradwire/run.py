@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -18,6 +19,7 @@ from gradwire.ddp import register
 from gradwire.exchanges import exchange
 from gradwire.launch import Plan, Script, ScriptFailed, follow
 from gradwire.launch.plan import new_plan
+from gradwire.policies.auto import auto
 
 NO_MODEL = (
     "the script ended, but it never built a torch.nn.parallel.DistributedDataParallel, so no hook was used. Ranks that "
@@ -41,7 +43,7 @@ def run(
     `nproc` and `torchrun` say how ranks are started, see `launch.launch`. SpecError comes before anything starts;
     ScriptFailed if the script fails, and if it built no DDP model.
     """
-    job = {"spec": str(exchange(spec)), "link": None if link is None else str(Link.parse(link))}
+    job = {"spec": str(auto(spec) or exchange(spec)), "link": None if link is None else str(Link.parse(link))}
     with new_plan("run", "gradwire.run:hooked", job) as plan:
         follow(plan, script, nproc, torchrun)
         for write in _to_write:
@@ -57,15 +59,17 @@ def hooked(model: DistributedDataParallel, plan: Plan) -> None:
     link = plan.job["link"]
     with emulate(link) if link else nullcontext():
         hook = register(model, plan.job["spec"])
-    note, meter, name = plan.new_note("model"), hook._meter, str(hook.exchange)
-    rank, size = hook.rank, hook.size
+    note, alive = plan.new_note("model"), weakref.ref(hook)
 
     def write() -> None:
-        content = {"rank": rank, "ranks": size, "total_steps": meter.total_steps, **meter.stats(name).as_dict()}
-        plan.write(note, content)
+        now = alive()  # models and hooks may go before the process does: then the last note stays
+        if now is not None:
+            counted = {"rank": now.rank, "ranks": now.size, "total_steps": now.steps}
+            plan.write(note, {**counted, **now.stats().as_dict()})
 
     write()
-    _to_write.append(write)  # holds the counters only: models and hooks may go before
+    weakref.finalize(model, write)
+    _to_write.append(write)
     atexit.register(write)
 
 

@@ -1,12 +1,10 @@
 """Auto, on a clock of the test's own: what it picks, that all ranks pick the same, and when it measures again."""
 
 import pytest
-import torch
 
 from gradwire.bucket import make_bucket
 from gradwire.errors import SpecError
-from gradwire.policies.auto import MOVED, TURN_STEPS, TURNS, WARM_STEPS, WATCH, Auto, Pilot
-from gradwire.spec import build
+from gradwire.policies.auto import MOVED, TURN_STEPS, TURNS, WARM_STEPS, WATCH, Auto, Pilot, auto
 from gradwire.testing import thread_ranks
 from gradwire.testing.contracts import gaussian
 
@@ -156,10 +154,11 @@ def test_a_switch_by_hand_ends_it():
 )
 def test_bad_options(spec, said):
     with pytest.raises(SpecError, match=said):
-        build("hook", spec, {"auto": Auto})
+        auto(spec)
 
 
 def test_candidates_with_options():
-    made = build("hook", "auto:hooks=int8;int4:block=32+exempt=none", {"auto": Auto})
+    made = auto("auto:hooks=int8;int4:block=32+exempt=none")
     assert made.specs == ["exact", "int8", "int4:block=32,exempt=none"]
-    assert torch.isfinite(torch.tensor(made.max_error))
+    assert auto(str(made)) == made
+    assert auto("int8") is None

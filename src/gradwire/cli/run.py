@@ -55,8 +55,9 @@ def _told(model: dict[str, Any]) -> str:
     if not model["total_steps"]:
         return f"{model['hook']} was registered, but no backward pass of the model has reached it"
     sent, wait = model["sent_bytes"] / 1e6, model["wait_s"] * 1e3
+    why = f"; auto took {model['reason']}" if model["reason"] else ""
     steps = f"{model['total_steps']} step{'' if model['total_steps'] == 1 else 's'}"
     return (
         f"{model['hook']} averaged {steps} on {model['ranks']} ranks; a step sent {sent:.2f} MB a rank and waited "
-        f"{wait:.1f} ms for it"
+        f"{wait:.1f} ms for it{why}"
     )

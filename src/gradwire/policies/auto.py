@@ -27,6 +27,7 @@ from gradwire.bucket import Bucket
 from gradwire.comm import Comm
 from gradwire.errors import SpecError
 from gradwire.exchanges import exchange
+from gradwire.spec import build, changed, read, write
 
 if TYPE_CHECKING:
     from gradwire.hook import Hook
@@ -67,6 +68,16 @@ class Auto:
         """The candidates' specs; `exact` is always among them."""
         named = [str(exchange(spec.replace("+", ","))) for spec in self.hooks.split(";") if spec]
         return list(dict.fromkeys(["exact", *named]))
+
+    def __str__(self) -> str:
+        return write("auto", changed(self))
+
+
+def auto(spec: object, **options: object) -> Auto | None:
+    """The settings, if `spec` is text that names `auto`."""
+    if not isinstance(spec, str) or read(spec)[0] != "auto":
+        return None
+    return build("hook", spec, {"auto": Auto}, options)
 
 
 class Pilot:
