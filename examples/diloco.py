@@ -4,36 +4,12 @@ torchrun --nproc-per-node 2 examples/diloco.py --steps 40
 """
 
 import argparse
-import threading
-import time
-from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-import gradwire
+from gradwire.advisor import emulate
 from gradwire.bench.workload import Workload, WorkloadSettings
 from gradwire.optim import DiLoCo
-
-
-@dataclass(frozen=True)
-class SlowLink:
-    """An exchange over a slow link: it takes the time that its bytes take there, one chunk after the other."""
-
-    inner: gradwire.Exchange
-    bits_per_s: float
-    _line: threading.Lock = field(default_factory=threading.Lock, repr=False)
-
-    def mean_(self, bucket, comm, residual=None):
-        """What the inner exchange does, then the wait."""
-        self.inner.mean_(bucket, comm, residual)
-        with self._line:
-            time.sleep(8 * comm.traffic.sent_bytes / self.bits_per_s)
-
-    def __getattr__(self, name):
-        return getattr(self.inner, name)
-
-    def __str__(self):
-        return f"{self.inner} at {self.bits_per_s / 1e6:g} Mbit/s"
 
 
 def main() -> None:
@@ -42,7 +18,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--every", type=int, default=20)
     parser.add_argument("--exchange", default="int4:feedback=true", help="any spec of gradwire")
-    parser.add_argument("--mbit", type=float, default=100.0)
+    parser.add_argument("--link", default="100mbit")
     args = parser.parse_args()
 
     dist.init_process_group("gloo")
@@ -50,8 +26,9 @@ def main() -> None:
     workload = Workload(settings, seed=0, rank=dist.get_rank(), size=dist.get_world_size())
     model = workload.model()  # a plain module: no DDP
     optimizer = workload.optimizer(model)
-    link = SlowLink(gradwire.exchange(args.exchange), args.mbit * 1e6)
-    with DiLoCo(model, optimizer, every=args.every, exchange=link, fragments=4) as rounds:  # the one line
+    with emulate(args.link):
+        rounds = DiLoCo(model, optimizer, every=args.every, exchange=args.exchange, fragments=4)
+    with rounds:
         for step in range(args.steps):
             optimizer.zero_grad()
             loss = workload.loss(model, workload.batch(step))
