@@ -145,7 +145,7 @@ def compare(rank, size):
         timed = train(rank, ddp, clock=Clock(4, lambda times, came_s: published.append(list(times))), **options)
         same[name] = all(torch.equal(value, timed[key]) for key, value in plain.items())
     slow = []
-    train(rank, {}, clock=Clock(4, lambda times: slow.append(list(times))), link="10mbit")
+    train(rank, {}, clock=Clock(4, lambda times, came_s: slow.append(list(times))), link="10mbit")
     return same, published, slow[-1]
 
 
