@@ -79,7 +79,12 @@ def sprinkled(rng, values):
     return values, places
 
 
-@pytest.mark.parametrize("case", range(CASES))
+QUICK = 10
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(n, marks=pytest.mark.thorough if n >= QUICK else ()) for n in range(CASES)]
+)
 def test_promises_hold(case, both, monkeypatch):  # noqa: F811
     rng = random.Random(f"{SEED}/{case}")
     spec, compiled = random_spec(rng)

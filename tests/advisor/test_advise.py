@@ -161,6 +161,7 @@ def test_a_page_with_exact_alone_has_the_times_of_the_headroom():
     assert "Do not compress" in Page(to_page(found)).text["h2"]
 
 
+@pytest.mark.thorough
 def test_a_short_run_on_the_built_in_model(tmp_path):
     page = tmp_path / "report.html"
     words = ("advise", "--link", "200mbit", "--steps", "8", "--hooks", "int8", "int4", "--json", "--report", str(page))

@@ -27,7 +27,7 @@ from . import workers
             ["reference", "noop", "wrappers", "registers_wrappers_by_name", "is_last", "half_range", "private_helpers"],
         ),
         (2, ["shared_engine"]),
-        (3, ["reference", "noop", "private_helpers"]),
+        pytest.param(3, ["reference", "noop", "private_helpers"], marks=pytest.mark.thorough),
         (4, ["sub_groups"]),
     ],
     ids=str,
@@ -40,7 +40,7 @@ def test_ranks(size, names):
 @pytest.mark.parametrize(
     ("size", "name"),
     [
-        (2, "compiled_reducer"),
+        pytest.param(2, "compiled_reducer", marks=pytest.mark.thorough),
         pytest.param(3, "compiled_reducer", marks=pytest.mark.thorough),
         pytest.param(2, "compiled_per_tensor", marks=pytest.mark.thorough),
         pytest.param(2, "compiled_per_channel", marks=pytest.mark.thorough),

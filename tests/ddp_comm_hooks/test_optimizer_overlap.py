@@ -17,7 +17,7 @@ ON_FOUR = ["sub_groups", "unused", "in_backward"]
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("size", "names"), [(2, ON_TWO), (4, ON_FOUR)], ids=["2", "4"])
+@pytest.mark.parametrize(("size", "names"), [(2, ON_TWO), pytest.param(4, ON_FOUR, marks=pytest.mark.thorough)])
 def test_ranks(size, names):
     assert spawn_ranks(size, workers.run, names, timeout_s=250) == [None] * size
 

@@ -15,7 +15,11 @@ from . import post_local_sgd_workers as workers
     ("size", "names"),
     [
         (2, ["twenty_steps", "levels_of_a_sub_group", "machines", "pickled", "resumes", "refuses"]),
-        (4, ["twenty_steps", "hierarchy", "levels_of_a_sub_group", "machines", "resumes"]),
+        pytest.param(
+            4,
+            ["twenty_steps", "hierarchy", "levels_of_a_sub_group", "machines", "resumes"],
+            marks=pytest.mark.thorough,
+        ),
     ],
     ids=str,
 )

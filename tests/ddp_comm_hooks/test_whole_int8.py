@@ -19,7 +19,7 @@ def test_codec_laws(check, row):
     check(WholeInt8(row))
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("row", [None, 100])
 @pytest.mark.parametrize("check", EXCHANGE_CHECKS, ids=lambda check: check.__name__)
 def test_exchange_laws(check, row, size):

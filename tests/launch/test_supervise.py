@@ -79,8 +79,9 @@ def test_ctrl_c_ends_those_that_will_not_hear_and_all_below_them(plan, tmp_path)
     threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):
         supervise([Command("rank 0", words, os.environ)], plan)
-    for pid in map(int, (tmp_path / "pids").read_text().split()):
-        assert not alive(pid)
+    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    while any(map(alive, pids)):  # killed, but it takes a moment; the test's own time limit is the limit
+        time.sleep(0.01)
 
 
 def alive(pid):

@@ -15,7 +15,7 @@ from gradwire.exchanges.base import Exchange
 from gradwire.exchanges.coded import Coded
 from gradwire.exchanges.low_rank import LowRank
 from gradwire.exchanges.noop import Noop
-from gradwire.spec import build, option_types
+from gradwire.spec import build, option_types, read
 
 __all__ = ["EXCHANGES", "POLICIES", "Coded", "Exact", "Exchange", "LowRank", "Noop", "exchange"]
 
@@ -57,6 +57,8 @@ POLICIES: Mapping[str, Callable[..., Exchange]] = MappingProxyType({"two_level":
 def exchange(spec: str | Exchange, **options: object) -> Exchange:
     """The exchange that `spec` names, with `options` on top; an exchange object comes back as it is."""
     if isinstance(spec, str):
+        if read(spec)[0] == "auto":
+            raise SpecError("auto chooses a hook for a model: use it as gradwire.register(model, 'auto'), nowhere else")
         return build("hook", spec, {**EXCHANGES, **POLICIES}, options)
     if not isinstance(spec, Exchange):
         raise SpecError(f"a hook is a spec such as 'fp16' or an exchange object, got {type(spec).__name__}")

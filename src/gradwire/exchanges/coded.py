@@ -65,7 +65,7 @@ class Coded:
             raise SpecError(f"{name}: allocate=true is for int2 to int6, without feedback")
         if not 0.0 <= self.fairness <= 1.0:
             raise SpecError(f"{name}: fairness must be from 0 to 1, got {self.fairness}")
-        check_pattern(name, self.exempt or "none")
+        check_pattern(name, str(self.exempt))
 
     @property
     def lanes(self) -> int:
@@ -136,10 +136,10 @@ class Coded:
 
     def check(self, params: Sequence[tuple[str, Tensor]]) -> None:
         """Look at the model once: does `exempt` make sense for it?"""
-        check_matches(self.codec.name, self.exempt or "none", params)
+        check_matches(self.codec.name, str(self.exempt), params)
 
     def _exempts(self, segment: Segment) -> bool:
-        return is_exempt(self.exempt or "none", segment)
+        return is_exempt(str(self.exempt), segment)
 
     def _seeded(self, bucket: Bucket, rank: int) -> Codec:
         """The codec, with a seed of its own for this rank, step and chunk where it rounds by chance."""
