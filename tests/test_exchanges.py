@@ -137,7 +137,7 @@ def test_options_override_the_spec():
         ("fp61", "Did you mean 'fp16'"),
         (
             "nothing",
-            "Available: bf16, exact, fp16, fp8, int2, int3, int4, int5, int6, int8, noop, powersgd, sign, topk, two_level",
+            "Available: bf16, exact, fp16, fp8, int2, int3, int4, int5, int6, int8, noop, powersgd, sign, topk",
         ),
         ("auto", "auto chooses a hook for a model"),
         ("fp16:acumulate=wire", "Did you mean 'accumulate'"),
