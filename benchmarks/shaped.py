@@ -42,6 +42,8 @@ PASSED_ON = ("rounds", "seconds", "bucket_mb")
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "1000000000", "MALLOC_TRIM_THRESHOLD_": "2000000000"}
 """For every hook alike: glibc's own habit depends on what was freed before, and moves a step by 10% either way."""
 LAYERS, WIDTH, BATCH = 8, 1024, 64
+ONE_BUCKET = 1000
+"""With buckets of so many MB the whole model is one: where torch's PowerSGD works on gloo."""
 
 
 def main() -> None:
@@ -155,6 +157,8 @@ class Run:
 
     def __init__(self, name: str, bucket_mb: float) -> None:
         self.name, self.failed = name, None
+        if bucket_mb >= ONE_BUCKET:  # DDP's first bucket is a small one otherwise
+            dist._DEFAULT_FIRST_BUCKET_BYTES = 1 << 40
         torch.manual_seed(0)
         layers = [nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
         self.model = DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=bucket_mb)
@@ -163,8 +167,9 @@ class Run:
         self.times: list[float] = []
         self.sent: list[float] = []
         self.error, self.identical, self.steps = None, None, 1
+        self.state = None
         try:
-            register(self.model, name)
+            self.state = register(self.model, name)
         except Exception as error:
             self.failed = f"refused: {type(error).__name__}: {error}"
 
@@ -224,21 +229,33 @@ class Run:
             "sent_mb": statistics.median(self.sent) / 1e6,
             "error": self.error,
             "identical": self.identical,
+            "kept_mb": kept_bytes(self.state) / 1e6,
         }
 
 
-def register(model: DistributedDataParallel, name: str) -> None:
-    """Ours by spec, torch's by the name of its DDPCommHookType."""
+def register(model: DistributedDataParallel, name: str) -> object:
+    """Ours by spec, torch's by the name of its DDPCommHookType; what keeps the hook's state."""
     if name.startswith("torch:"):
         kind = torch_hooks.DDPCommHookType[name.removeprefix("torch:")]
         if "POWER_SGD" in kind.name:
             state = torch_hooks.powerSGD.PowerSGDState(None, 2 if "RANK2" in kind.name else 1, start_powerSGD_iter=2)
             function = "batched_powerSGD_hook" if "BATCHED" in kind.name else "powerSGD_hook"
             model.register_comm_hook(state, getattr(torch_hooks.powerSGD, function))
-        else:
-            torch_hooks.register_ddp_comm_hook(kind, model, None)
-    elif name != "plain":
-        gradwire.register(model, name)
+            return state
+        torch_hooks.register_ddp_comm_hook(kind, model, None)
+        return None
+    return None if name == "plain" else gradwire.register(model, name)
+
+
+def kept_bytes(state: object) -> int:
+    """What a hook keeps between steps, besides the gradients."""
+    if isinstance(state, gradwire.Hook):
+        saved = state.state_dict()
+        kept = [*saved["residuals"].values(), *(q for own in saved["memory"].values() for q in own.values())]
+    else:
+        dicts = (getattr(state, name, {}) for name in ("error_dict", "p_memory_dict", "q_memory_dict"))
+        kept = [tensor for own in dicts for tensor in own.values()]
+    return sum(tensor.numel() * tensor.element_size() for tensor in kept)
 
 
 def sent_bytes() -> int:
@@ -261,7 +278,7 @@ def print_cell(ranks: int, rate: str, bucket_mb: float, cell: list[dict]) -> Non
 
 HEADER = (
     f"{'hook':<24}{'step ms':>8}  {'min-max':<11}{'vs plain':>9}{'vs fp16':>9}{'x limit':>9}{'MB sent':>9}{'error':>9}"
-    "  same bits"
+    f"{'MB kept':>9}  same bits"
 )
 """Median step; times faster than plain DDP and than torch's fp16; multiple of max(noop step, wire time)."""
 
@@ -273,7 +290,8 @@ def line(row: dict, medians: dict[str, float], rate: str) -> str:
     wire_ms = 0.0 if rate == "none" else row["sent_mb"] * 8e9 / netns.bits_per_s(rate)
     limit = step / max(medians.get("noop", step), wire_ms)
     faster = f"{ratio(medians, 'plain', step):>9}{ratio(medians, 'torch:FP16_COMPRESS', step):>9}"
-    moved = f"{row['sent_mb']:>9.2f}{row['error']:>9.1e}  {'yes' if row['identical'] else 'no'}"
+    same = "yes" if row["identical"] else "no"
+    moved = f"{row['sent_mb']:>9.2f}{row['error']:>9.1e}{row['kept_mb']:>9.2f}  {same}"
     return f"{row['hook']:<24}{step:>8.1f}  {spread:<11}{faster}{limit:>9.2f}{moved}"
 
 

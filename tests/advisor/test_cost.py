@@ -48,7 +48,7 @@ def _sent_bytes(rank, specs):
     return sent
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.thorough) for size in (3, 4))])
 def test_bytes_are_those_of_the_real_hook(size):
     measured = thread_ranks(size, lambda rank: _sent_bytes(rank, SPECS), timeout_s=60)
     for spec in SPECS:

@@ -85,7 +85,12 @@ def test_a_short_demo(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("number", "moment"), [(signal.SIGINT, "step"), (signal.SIGTERM, "warming up"), (signal.SIGKILL, "step")]
+    ("number", "moment"),
+    [
+        (signal.SIGINT, "step"),
+        (signal.SIGTERM, "warming up"),
+        pytest.param(signal.SIGKILL, "step", marks=pytest.mark.thorough),
+    ],
 )
 def test_an_interrupted_demo_leaves_nothing_behind(number, moment, tmp_path):
     temporary = tmp_path / "tmp"

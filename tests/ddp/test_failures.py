@@ -23,7 +23,7 @@ def test_failure(ddp_case: Case, outcome: Outcome) -> None:
     outcome(ddp_case)
 
 
-@pytest.mark.parametrize(("size", "guilty"), [(2, 0), (3, 1)])
+@pytest.mark.parametrize(("size", "guilty"), [(2, 0), pytest.param(3, 1, marks=pytest.mark.thorough)])
 def test_a_rank_that_dies_takes_the_others_along(size: int, guilty: int, tmp_path: Path) -> None:
     with pytest.raises(RankFailed) as caught:
         spawn_ranks(size, lose_a_rank, str(tmp_path), guilty, timeout_s=200.0)
