@@ -226,6 +226,14 @@ class Hook:
             self.agree("ranks of a node", str(levels.node))
         self.runner.open(new.lanes, levels)
 
+    def gather(self, values: Tensor) -> Tensor:
+        """(n,) on each rank -> (size, n). All ranks together, between steps."""
+        if self.size == 1:
+            return values[None]
+        got: list[Tensor] = []
+        self.run(lambda comm: got.append(comm.all_gather(values).clone()))
+        return got[0]
+
     def agree(self, what: str, text: str) -> None:
         """Raise RegisterError unless all ranks say the same text. All ranks together."""
         said: list[str] = []

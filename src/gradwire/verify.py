@@ -60,7 +60,7 @@ def verify(hook: Hook, params: Sequence[tuple[str, Tensor]]) -> Verification:
 
 
 def _check_fired(hook: Hook) -> int:
-    counts = _gather(hook, torch.tensor([hook.steps], device=hook.device))[:, 0].tolist()
+    counts = hook.gather(torch.tensor([hook.steps], device=hook.device))[:, 0].tolist()
     if min(counts) == 0:
         silent = [rank for rank, count in enumerate(counts) if count == 0]
         raise VerifyError(
@@ -76,7 +76,7 @@ def _different(hook: Hook, params: Sequence[tuple[str, Tensor]]) -> list[str]:
     if not params:
         return []
     prints = torch.stack([fingerprint(param) for _, param in params])
-    everyone = _gather(hook, prints)
+    everyone = hook.gather(prints)
     differs = (everyone != everyone[0]).any(0).tolist()
     return [name for (name, _), differ in zip(params, differs, strict=True) if differ]
 
@@ -124,11 +124,3 @@ def _sample(segment: Segment, rank: int) -> Tensor:
     grad = torch.view_as_real(param.grad) if param.grad.is_complex() else param.grad
     grad = torch.nan_to_num(grad.detach().reshape(-1).float(), 0.0, 0.0, 0.0)
     return (grad + noise * (grad.square().mean().sqrt() or 1.0)).to(real.dtype)
-
-
-def _gather(hook: Hook, values: Tensor) -> Tensor:
-    if hook.size == 1:
-        return values[None]
-    got: list[Tensor] = []
-    hook.run(lambda comm: got.append(comm.all_gather(values).clone()))
-    return got[0]

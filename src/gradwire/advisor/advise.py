@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -207,11 +208,8 @@ def surveyed(model: DistributedDataParallel, plan: Plan) -> None:
     _taken.add(plan.folder)
     link, progress = plan.job["link"], plan.new_note("progress")
     settings = Auto(hooks=plan.job["hooks"], max_error=plan.job["max_error"], recheck=1 << 60)
-    if link is None:
+    with emulate(link) if link else nullcontext():
         hook = attach(model, Exact())
-    else:
-        with emulate(link):
-            hook = attach(model, Exact())
 
     def publish(told: dict[str, Any]) -> None:
         if hook.rank == 0:

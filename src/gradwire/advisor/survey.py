@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from gradwire.advisor.cost import Compute, Prediction, Wire, predict_step
 from gradwire.advisor.link import Link
@@ -20,7 +20,7 @@ from gradwire.advisor.probe import probe
 from gradwire.advisor.rehearse import rehearse
 from gradwire.exchanges import exchange
 from gradwire.hook import Hook
-from gradwire.policies.auto import TURN_STEPS, Auto, Pilot
+from gradwire.policies.auto import Auto, Pilot
 from gradwire.stats import Stats
 
 MEASURED = 4
@@ -47,7 +47,6 @@ class Survey(Pilot):
         super().__init__(hook, settings)
         self._compute, self._link, self._publish, self._count = compute, link, publish, count
         self._predicted: dict[str, Prediction] = {}
-        self._step_s: dict[str, list[float]] = {}
         self._stats: dict[str, Stats] = {}
         self._told = False
 
@@ -74,13 +73,8 @@ class Survey(Pilot):
             for spec in self.settings.specs
         }
         times = torch.tensor([value.step_s for value in found.values()], dtype=torch.float64)
-        got: list[Tensor] = []
-        hook.run(lambda comm: got.append(comm.all_gather(times).clone()))
-        mine = dict(zip(found, got[0][0].tolist(), strict=True))
-        return {
-            spec: Prediction(mine[spec], value.sent_bytes, value.work_s, value.wire_s, value.exposed_s)
-            for spec, value in found.items()
-        }
+        first = hook.gather(times)[0].tolist()
+        return {spec: replace(value, step_s=step_s) for (spec, value), step_s in zip(found.items(), first, strict=True)}
 
     def _switch(self, spec: str) -> None:
         if self._times and spec != str(self._hook.exchange):
@@ -92,11 +86,8 @@ class Survey(Pilot):
         self._stats[str(self._hook.exchange)] = self._hook.stats()
 
     def _decide(self) -> None:
-        """As for `auto`; keep the slowest rank's time of every step that counts."""
+        """As for `auto`."""
         self._end_turn()
-        for spec, times in self._times.items():
-            counted = [value for position, value in enumerate(times) if position % TURN_STEPS]
-            self._step_s[spec] = self._slowest(counted)
         super()._decide()
 
     def _settle(self, spec: str, reason: str) -> None:
@@ -107,15 +98,16 @@ class Survey(Pilot):
             self._publish({"rows": self._rows(), "params": params})
 
     def _rows(self) -> list[dict[str, Any]]:
+        medians = self.medians
         return [
             {
                 "hook": spec,
                 "predicted_s": self._predicted[spec].step_s,
-                "measured_s": self.medians.get(spec),
+                "measured_s": medians.get(spec),
                 "error": self._errors[spec],
                 "sent_bytes": self._predicted[spec].sent_bytes,
-                "step_s": self._step_s.get(spec, []),
-                "split": _split(self._stats.get(spec), self._step_s.get(spec)),
+                "step_s": self.step_s.get(spec, []),
+                "split": _split(self._stats.get(spec), self.step_s.get(spec)),
             }
             for spec in self.settings.specs
         ]

@@ -13,6 +13,7 @@ All ranks decide from the same numbers, at the same step.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import statistics
 import time
@@ -88,8 +89,8 @@ class Pilot:
         self._clock = clock
         self.reason = "measuring"
         """Why the hook is what it is, in a sentence."""
-        self.medians: dict[str, float] = {}
-        """Of the last trial: seconds a step, by the slowest rank."""
+        self.step_s: dict[str, list[float]] = {}
+        """Of the last trial: seconds of each step that counts, by the slowest rank."""
         self._hook = hook
         self._errors: dict[str, float] = {}
         self._chosen: str | None = None
@@ -102,6 +103,11 @@ class Pilot:
         self._times: dict[str, list[float]] = {}
         self._recent: list[float] = []
         self._began: float | None = None
+
+    @property
+    def medians(self) -> dict[str, float]:
+        """Of the last trial: seconds a step."""
+        return {spec: statistics.median(times) for spec, times in self.step_s.items()}
 
     # -- called by the hook ------------------------------------------------------------------------------------
 
@@ -171,17 +177,14 @@ class Pilot:
     def _decide(self) -> None:
         """All ranks from the same times: of each step, the slowest rank's."""
         steps = {spec: _counted(times) for spec, times in self._times.items()}
-        gathered = self._slowest([value for times in steps.values() for value in times])
-        medians = {}
-        for spec, times in steps.items():
-            mine, gathered = gathered[: len(times)], gathered[len(times) :]
-            medians[spec] = statistics.median(mine)
+        slowest = iter(self._slowest([value for times in steps.values() for value in times]))
+        self.step_s = {spec: list(itertools.islice(slowest, len(times))) for spec, times in steps.items()}
+        medians = self.medians
         best = min(medians.values())
         near = [spec for spec, value in medians.items() if value <= NEAR * best]
         pick = min(near, key=lambda spec: (self._errors[spec], medians[spec]))
         if self._chosen in medians and medians[self._chosen] <= WORTH * medians[pick]:
             pick = self._chosen
-        self.medians = medians
         self._settle(pick, _told(pick, medians, self._errors, self.settings.max_error))
         self._expected = medians[pick]
 
@@ -212,9 +215,8 @@ class Pilot:
             self._hook.go_on_with(exchange(spec))
 
     def _slowest(self, times: Sequence[float]) -> list[float]:
-        mine, got = torch.tensor(times, dtype=torch.float64, device=self._hook.device), []
-        self._hook.run(lambda comm: got.append(comm.all_gather(mine).clone()))
-        return [float(value) for value in got[0].amax(0)]
+        mine = torch.tensor(times, dtype=torch.float64, device=self._hook.device)
+        return [float(value) for value in self._hook.gather(mine).amax(0)]
 
 
 def _counted(times: Sequence[float]) -> list[float]:
