@@ -62,7 +62,7 @@ def attach(
     _check_parameters(model)
     if chunk_bytes is not None and (not isinstance(chunk_bytes, int) or chunk_bytes < 1024):
         raise SpecError(f"chunk_bytes must be a whole number of at least 1024, got {chunk_bytes!r}")
-    if exchange.align == 0 and getattr(model, "_use_python_reducer", False):
+    if not getattr(exchange, "traceable", True) and getattr(model, "_use_python_reducer", False):
         raise RegisterError(
             f"{exchange} keeps state between steps, which DDP's compiled reducer has no place for; set "
             "torch._dynamo.config.optimize_ddp = 'ddp_optimizer' before building the model, or use another hook"

@@ -115,9 +115,7 @@ class Coded:
     def plan(self, bucket: Bucket, parts: int) -> Plan:
         """Who averages what. Codecs with blocks see one tensor at a time."""
         if self.align == 1 and self.exempt == "none":
-            numel = sum(
-                segment.numel for segment in bucket.segments
-            )  # not flat's, which is a symbol under torch.compile
+            numel = sum(segment.numel for segment in bucket.segments)  # flat's is a symbol under torch.compile
             return plan((Run(numel, False),), parts, self.codec)
         runs = tuple(Run(segment.numel, self._exempts(segment)) for segment in bucket.segments)
         return plan(runs, parts, self.codec)

@@ -69,6 +69,11 @@ class LowRank:
     resync: int | None = None
     """Steps in which every memory is averaged once; 0: never. By default as often as costs 2.5% of P and Q."""
 
+    same_kernels = True
+    """All ranks must have Numba, or none: products come out the same only where the same code makes them."""
+    traceable = False
+    """It cannot do without what it remembers, and DDP's compiled reducer has no place for that."""
+
     def __post_init__(self) -> None:
         for field, least in (("rank", 1), ("warmup", 0), ("iterations", 1), ("resync", 0)):
             value = getattr(self, field)
