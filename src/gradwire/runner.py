@@ -11,6 +11,7 @@ import queue
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
@@ -33,6 +34,12 @@ THREADS = 4
 KICK_S = 0.005
 """An idle wire is worth this much of the backward thread's time: on a busy core, a worker it has just woken would get
 neither the GIL nor the core before a whole time slice has passed."""
+
+
+AT_CLOSE_S = 20
+AT_EXIT_S = 1
+"""How long threads may take to end what is queued. A process must not leave while one is inside torch: the thread would
+come back to an interpreter that is gone, and abort the process."""
 
 
 class Runner(Protocol):
@@ -105,6 +112,7 @@ class LaneRunner:
         self._threads = [threading.Thread(target=self._work, name=f"gradwire-{i}", daemon=True) for i in range(threads)]
         for thread in self._threads:
             thread.start()
+        self._at_exit = weakref.finalize(self, _stop, self._jobs, self._threads, AT_EXIT_S)
 
     def open(self, lanes: int, levels: Levels | None = None) -> None:
         """Make the lanes that are missing; no job may be under way."""
@@ -139,11 +147,8 @@ class LaneRunner:
         if self._closed:
             return
         self._closed = True
-        for _ in self._threads:
-            self._jobs.put(None)
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(timeout=5)
+        self._at_exit.detach()
+        _stop(self._jobs, self._threads, AT_CLOSE_S)
         self.lanes.close()
 
     def _check_usable(self) -> None:
@@ -201,6 +206,16 @@ class LaneRunner:
         cause = ExchangeError(f"another rank failed, so rank {self.lanes.rank} stops too ({blame}) [{error}]")
         cause.__cause__ = error
         return cause
+
+
+def _stop(jobs: queue.SimpleQueue[Any], threads: Sequence[threading.Thread], timeout_s: float) -> None:
+    """Let queued jobs end, then the threads, but do not wait longer than that."""
+    for _ in threads:
+        jobs.put(None)
+    until_s = time.monotonic() + timeout_s
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join(timeout=max(0.0, until_s - time.monotonic()))
 
 
 def _forget_frames(error: BaseException) -> None:

@@ -12,6 +12,7 @@ the model is needed, and what is timed is the user's whole step: data, forward, 
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import torch
@@ -99,6 +100,7 @@ class Alternating:
         self._group, self._device = model.process_group, next(model.parameters()).device
         self._names = {param: name for name, param in model.module.named_parameters()}
         self._mean = self._all_reduce if link is None else self._emulated(link)
+        self._waiter = ThreadPoolExecutor(1, "gradwire-waiter")
         self._last_index = -1
         self._communicates = True
         self._aside: list[tuple[Any, Future[Tensor]]] = []
@@ -116,8 +118,7 @@ class Alternating:
     def _put_aside(self, bucket: Any) -> Future[Tensor]:
         if not self._aside:  # runs at the end of the backward pass, before DDP looks for answers
             Variable._execution_engine.queue_callback(self._make_up)
-        on_host = self._device.type == "cpu"
-        future: Future[Tensor] = Future() if on_host else Future(devices=[self._device])
+        future = self._new_future()
         self._aside.append((bucket, future))
         self._clock.came(self, self._device)
         return future
@@ -142,7 +143,14 @@ class Alternating:
         flat.mul_(1.0 / self._group.size())
         work = dist.all_reduce(flat, group=self._group, async_op=True)
         assert work is not None
-        return cast(Future[Tensor], work.get_future().then(lambda _: flat))
+        if self._device.type != "cpu":
+            return cast(Future[Tensor], work.get_future().then(lambda _: flat))
+        future = self._new_future()
+        self._waiter.submit(_settle, work, flat, future)
+        return future
+
+    def _new_future(self) -> Future[Tensor]:
+        return Future() if self._device.type == "cpu" else Future(devices=[self._device])
 
     def _emulated(self, link: str) -> Mean:
         with emulate(link):
@@ -158,6 +166,20 @@ class Alternating:
                 "headroom cannot time steps inside Join, as ranks that have run out of inputs take part in no step; "
                 "give all ranks the same number of batches"
             )
+
+
+def _settle(work: dist.Work, flat: Tensor, future: Future[Tensor]) -> None:
+    """Answer when the collective is through.
+
+    In a thread that Python waits for at its end: a callback on the collective's own future runs in one of the backend,
+    and aborts a process that leaves while it is not quite through.
+    """
+    try:
+        work.wait()
+    except RuntimeError as error:
+        future.set_exception(error)  # type: ignore[arg-type]  # as torch has it in its stubs
+    else:
+        future.set_result(flat)
 
 
 def alternating_hook(state: Alternating, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

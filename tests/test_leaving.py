@@ -1,0 +1,35 @@
+"""A process may leave while a collective is under way: it ends with its own exit code, and is not aborted."""
+
+import subprocess
+import sys
+
+import pytest
+
+LEAVE = """
+import sys, time, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from gradwire.advisor.alternate import Alternating, Clock
+from gradwire.bucket import make_bucket
+from gradwire.ddp import make_hook
+from gradwire.exchanges import exchange
+
+store, rank, what = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+dist.init_process_group("gloo", rank=rank, world_size=2, init_method="file://" + store)
+model = DistributedDataParallel(torch.nn.Linear(8, 8))
+if what == "headroom":
+    start = Alternating(model, Clock(8, lambda *_: None), None)._all_reduce
+else:
+    start = make_hook(exchange(what), dist.group.WORLD, torch.device("cpu")).mean
+bucket = make_bucket([torch.ones(300_000)])
+time.sleep(0.2 * rank)
+start(bucket)
+sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize("what", ["headroom", "exact", "int8", "powersgd"])
+def test_a_rank_leaves_while_its_mean_is_under_way(tmp_path, what):
+    words = [sys.executable, "-c", LEAVE, str(tmp_path / "store")]
+    ranks = [subprocess.Popen([*words, str(rank), what], stderr=subprocess.PIPE, text=True) for rank in range(2)]
+    ended = [(rank.communicate(timeout=60)[1], rank.returncode) for rank in ranks]
+    assert ended == [("", 7)] * 2
