@@ -18,10 +18,11 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.bucket import GRADIENT_DTYPES, Bucket, from_ddp, segments_of
-from gradwire.comm import Comm, Lanes, TracedComm, slow_link
+from gradwire.comm import Comm, TracedComm, slow_link
 from gradwire.errors import RegisterError, SpecError
 from gradwire.exchanges import Exact, Exchange, exchange
 from gradwire.hook import Hook
+from gradwire.lanes import Lanes
 from gradwire.policies.auto import Pilot, auto
 from gradwire.runner import THREADS, LaneRunner, Runner, StreamRunner
 

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from gradwire.comm import Comm, Lanes, Levels, Traffic, inline_comm, level_groups
+from gradwire.comm import Comm, Levels, Traffic, inline_comm, level_groups
 from gradwire.errors import ExchangeError
+from gradwire.lanes import Lanes
 from gradwire.scratch import Scratch
 
 Job = Callable[[Comm], None]

@@ -24,9 +24,10 @@ from gradwire import kernels
 from gradwire.advisor.fit import Fit, fit
 from gradwire.advisor.link import HOPS
 from gradwire.codecs import CODECS, Codec
-from gradwire.comm import Comm, GroupComm, Lanes, gather_texts
+from gradwire.comm import Comm, GroupComm, gather_texts
 from gradwire.errors import SpecError
 from gradwire.hook import Hook
+from gradwire.lanes import Lanes
 from gradwire.runner import Job
 
 SENT_BYTES = (1 << 10, 1 << 13, 1 << 16, 1 << 19, 1 << 21, 1 << 23)

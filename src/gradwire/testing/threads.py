@@ -15,9 +15,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore, Store
 
 from gradwire.bucket import Bucket, make_bucket
-from gradwire.comm import Lanes
 from gradwire.exchanges import Exchange, exchange
 from gradwire.hook import Hook
+from gradwire.lanes import Lanes
 from gradwire.runner import THREADS, LaneRunner
 
 T = TypeVar("T")

@@ -1,0 +1,156 @@
+"""Step 5, where the backend blocks the host (gloo): lanes keep collectives in order.
+
+1. All ranks submit the same jobs in the same order, and give them the same tickets: 0, 1, 2, ...
+2. The k-th collective of a job goes on lane k, a process group of its own.
+3. A lane lets jobs through strictly by ticket. So each group sees the same collectives in the same order on every
+   rank, whatever the threads do; and a job only ever waits for jobs with a lower ticket, so nobody waits in a circle.
+
+Lanes are not groups of `dist.new_group`, whose names depend on what else a process has made or destroyed. They are made
+from the store of the model's group, by its members alone, under a name that counts up.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
+
+from gradwire.comm import GroupComm, Levels, slow_link
+from gradwire.errors import ExchangeError
+
+
+class Lane:
+    """A process group, and whose turn it is on it."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self._turn = 0
+        self._error: BaseException | None = None
+        self._changed = threading.Condition()
+
+    def run(self, ticket: int, issue: Callable[[Any], Any]) -> tuple[float, float]:
+        """Wait for the ticket's turn, issue, let the next one in, wait for the end. Returns both waiting times."""
+        asked = time.perf_counter()
+        work = self._pass(ticket, issue)
+        issued = time.perf_counter()
+        work.wait()
+        return issued - asked, time.perf_counter() - issued
+
+    def skip(self, ticket: int) -> None:
+        """Let the next ticket in without a collective."""
+        self._pass(ticket, lambda group: None)
+
+    def _pass(self, ticket: int, issue: Callable[[Any], Any]) -> Any:
+        with self._changed:
+            self._changed.wait_for(lambda: self._turn == ticket or self._error)
+            if self._error is not None:
+                raise self._error
+            work = issue(self.group)
+            self._turn += 1
+            self._changed.notify_all()
+            return work
+
+    def wait_issued(self, ticket: int, timeout_s: float) -> None:
+        """Wait until the ticket's collective is on its way, but not for long."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._turn > ticket or self._error, timeout_s)
+
+    def break_(self, error: BaseException) -> None:
+        """Turn away everybody who waits, and close the connections so that the other ranks' collectives fail too."""
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
+        group, self.group = self.group, None
+        if group is not None:
+            group.shutdown()
+
+
+class Lanes:
+    """The lanes of one engine over gloo, made by the ranks that use them and nobody else."""
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, name: str) -> None:
+        self.rank, self.size = rank, size
+        self._store = PrefixStore(f"gradwire/{name}", store)
+        self._timeout = timeout
+        self._lanes: list[Lane] = []
+        self.hold = slow_link.get()
+        """What makes collectives of coming jobs take longer."""
+        self._levels: tuple[Lanes, ...] = ()
+        self._broken = False
+
+    def split(self, levels: Levels | None, next_ticket: int) -> None:
+        """Make the lanes of both levels, or drop them. All ranks together."""
+        self._levels = ()
+        if levels is None:
+            return
+        nodes, node, place = self.size // levels.node, *divmod(self.rank, levels.node)
+        inside = Lanes(self._store, place, levels.node, self._timeout, f"{next_ticket}/node/{node}")
+        across = Lanes(self._store, node, nodes, self._timeout, f"{next_ticket}/place/{place}")
+        inside.hold, across.hold = None, self.hold  # an emulated link is the one between the nodes
+        inside.open(levels.inside, next_ticket)
+        across.open(levels.across, next_ticket)
+        self._levels = (inside, across)
+
+    def open(self, count: int, next_ticket: int) -> None:
+        """Make lanes until there are `count`, which all ranks must ask for; `next_ticket` is the next one let in."""
+        while len(self._lanes) < count:
+            store = PrefixStore(f"lane/{len(self._lanes)}", self._store)
+            lane = Lane(ProcessGroupGloo(store, self.rank, self.size, self._timeout))
+            lane._turn = next_ticket
+            self._lanes.append(lane)
+
+    def comm(self, ticket: int) -> GroupComm:
+        """The collectives of the job with this ticket."""
+        made = GroupComm(self.rank, self.size, lambda lane, issue: self._lane(lane).run(ticket, issue), self.hold)
+        made.levels = tuple(lanes.comm(ticket) for lanes in self._levels)
+        for part in made.levels:
+            part.traffic = made.traffic
+        return made
+
+    def wait_started(self, ticket: int, timeout_s: float) -> None:
+        """Wait until the job's first collective is on its way, but not for long."""
+        first = self._levels[0] if self._levels else self
+        first._lane(0).wait_issued(ticket, timeout_s)
+
+    def finish(self, ticket: int, comm: GroupComm) -> None:
+        """The job is done: let the next one through the lanes it did not use."""
+        for lane in self._lanes[comm.used :]:
+            lane.skip(ticket)
+        for lanes, part in zip(self._levels, comm.levels, strict=True):
+            lanes.finish(ticket, part)
+
+    def break_(self, error: BaseException) -> None:
+        """This rank cannot go on: say why to the others, and end their waiting."""
+        if self._broken:
+            return
+        self._broken = True
+        if not isinstance(error, ExchangeError):
+            self._say(f"rank {self.rank}: {type(error).__name__}: {error}")
+        for lane in (*self._lanes, *(lane for lanes in self._levels for lane in lanes._lanes)):
+            lane.break_(error)
+
+    def blame(self) -> str:
+        """What another rank said before it broke its lanes; empty if it said nothing."""
+        try:
+            return self._store.get("error").decode() if self._store.check(["error"]) else ""
+        except RuntimeError:
+            return ""
+
+    def close(self) -> None:
+        """Drop the groups. Jobs must have ended."""
+        self._lanes.clear()
+        self._levels = ()
+
+    def _say(self, text: str) -> None:
+        with suppress(RuntimeError):  # the store died with its rank: the closed connections must do
+            self._store.set("error", text)
+
+    def _lane(self, index: int) -> Lane:
+        if index >= len(self._lanes):
+            raise ExchangeError(f"the exchange issued collective {index + 1} but declares lanes={len(self._lanes)}")
+        return self._lanes[index]
