@@ -28,11 +28,10 @@ def largest(v: Any, at: Any, count: int) -> Any:
 @inline
 def tree_sum(v: Any, count: int) -> Any:
     """The sum of the first `count` values (a power of two), halves on halves. Overwrites them."""
-    half = U64(count)
-    while half > U64(1):
-        half = half >> U64(1)
+    for step in range(1, 13):
+        half = count >> step  # a constant, once the loop is unrolled: each addition is then a vector's
         for i in range(half):
-            v[U64(i)] += v[U64(i) + half]
+            v[U64(i)] += v[U64(i + half)]
     return v[0]
 
 
