@@ -4,12 +4,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: help setup demo test test-all test-rest thorough browser smoke lint types bench soak docs clean
+.PHONY: help setup demo test test-all test-rest thorough browser integrations smoke lint types bench soak docs clean
 
 help:
 	@echo "make demo      does compression pay for a small GPT on 1 Gbit/s? headroom, advice and a page"
 	@echo "make test      lint, types and all tests"
 	@echo "make test-all  the same, the long tests, the report in a browser, a short shaped-network benchmark (needs root)"
+	@echo "make integrations  unmodified Lightning, Accelerate and Trainer scripts under gradwire's verbs"
 	@echo "make bench     kernels, codec error and the shaped-network benchmark (needs root, about 45 minutes)"
 	@echo "make soak      10,000 steps with 40 buckets in flight on 4 ranks"
 	@echo "make docs      build the documentation into site/"
@@ -29,7 +30,7 @@ demo: setup
 	$(BIN)/gradwire demo
 
 test: lint types
-	$(BIN)/python -m pytest -m "not browser and not thorough"
+	$(BIN)/python -m pytest -m "not browser and not thorough and not integrations"
 
 test-all: test test-rest
 
@@ -41,6 +42,11 @@ thorough: setup
 browser: setup
 	command -v chromium >/dev/null || (apt-get update -qq && apt-get install -y -qq chromium)
 	$(BIN)/python -m pytest -m browser tests/report
+
+# Not part of test-all: with the installation it takes four minutes.
+integrations: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-integrations.txt
+	$(BIN)/python -m pytest -m integrations
 
 smoke: setup
 	command -v tc >/dev/null || (apt-get update -qq && apt-get install -y -qq iproute2)

@@ -8,10 +8,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+OTHERS = {"accelerate_ddp.py", "lightning_ddp.py", "trainer_ddp.py"}
+"""Examples that need other packages."""
+EXAMPLES = [
+    pytest.param(path, id=path.name, marks=[pytest.mark.integrations] if path.name in OTHERS else [])
+    for path in sorted((ROOT / "examples").glob("*.py"))
+]
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
+@pytest.mark.parametrize("example", EXAMPLES)
 def test_example(example):
     text = example.read_text()
     assert text.count("\n") < 80

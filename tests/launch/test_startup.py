@@ -1,10 +1,11 @@
 """What every Python process below a run does first, without torch: a package of that name stands in for it."""
 
 import os
+import signal
 import subprocess
 import sys
 
-from gradwire.launch.plan import STARTUP
+from gradwire.launch.plan import PARENT, STARTUP
 
 FAKE = """
 class DistributedDataParallel:
@@ -28,3 +29,14 @@ def test_ddp_is_patched_when_torch_comes_and_another_sitecustomize_still_runs(tm
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(STARTUP), str(tmp_path)])}
     done = subprocess.run([sys.executable, "-c", ASK], env=env, capture_output=True, text=True, timeout=60, check=False)
     assert (done.stderr, done.stdout.splitlines()) == ("", ["mine too", f"True {tmp_path / 'sitecustomize.py'}"])
+
+
+def test_a_rank_that_has_not_begun_ends_at_ctrl_c_without_a_word():
+    env = {**os.environ, "PYTHONPATH": str(STARTUP)}
+    words = [sys.executable, "-c", "import os; os.kill(os.getpid(), 2)"]
+    ours, other = (
+        subprocess.run(words, env=env | more, capture_output=True, text=True, timeout=60, check=False)
+        for more in ({PARENT: str(os.getpid())}, {})
+    )
+    assert (ours.returncode, ours.stderr) == (-signal.SIGINT, "")
+    assert other.stderr.endswith("KeyboardInterrupt\n")  # processes of the script do as they always do

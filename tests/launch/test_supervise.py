@@ -14,7 +14,7 @@ from gradwire.errors import SpecError
 from gradwire.launch import Script, ScriptFailed
 from gradwire.launch.launch import check_nproc
 from gradwire.launch.plan import new_plan
-from gradwire.launch.processes import below
+from gradwire.launch.processes import below, end_all
 from gradwire.launch.supervise import Command, supervise
 
 
@@ -28,8 +28,9 @@ def ranks(*programs):
     return [Command(f"rank {rank}", [sys.executable, "-c", text], os.environ) for rank, text in enumerate(programs)]
 
 
-def note(plan, rank, text, *, echo, time_s):
-    plan.write(plan.new_note("failed"), {"who": f"rank {rank}", "traceback": text, "echo": echo, "time_s": time_s})
+def note(plan, rank, text, *, echo, time_s, shown=False):
+    content = {"who": f"rank {rank}", "traceback": text, "echo": echo, "shown": shown, "time_s": time_s}
+    plan.write(plan.new_note("failed"), content)
 
 
 def test_all_end_well(plan, capfd):
@@ -58,6 +59,12 @@ def test_the_error_that_is_no_echo_is_told(plan):
         supervise(ranks("raise SystemExit(1)"), plan)
 
 
+def test_a_traceback_that_a_process_has_shown_itself_is_not_repeated(plan):
+    note(plan, 1, "Traceback:\n  a line\nValueError: no", echo=False, time_s=1, shown=True)
+    with pytest.raises(ScriptFailed, match=r"^rank 1 failed, see above: ValueError: no$"):
+        supervise(ranks("raise SystemExit(1)"), plan)
+
+
 STUBBORN = """
 import os, signal, subprocess, sys, time
 signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -82,6 +89,21 @@ def test_ctrl_c_ends_those_that_will_not_hear_and_all_below_them(plan, tmp_path)
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
     while any(map(alive, pids)):  # killed, but it takes a moment; the test's own time limit is the limit
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize(("number", "ends_with"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+def test_a_signal_that_comes_while_they_are_ended_acts_when_they_are(plan, monkeypatch, number, ends_with):
+    ended = []
+
+    def end_all_late(roots, *rest):
+        os.kill(os.getpid(), number)
+        end_all(roots, *rest)
+        ended.extend(root.poll() for root in roots)
+
+    monkeypatch.setattr("gradwire.launch.supervise.end_all", end_all_late)
+    with pytest.raises(ends_with):
+        supervise(ranks("import time; time.sleep(1000)"), plan, lambda: True)
+    assert ended == [-signal.SIGTERM]
 
 
 def alive(pid):

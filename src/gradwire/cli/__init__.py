@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -41,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except GradwireError as error:
         return _fail(error, getattr(error, "exit_code", 1))
     except KeyboardInterrupt:
+        gc.freeze()  # collecting what torch leaves takes half a second: time in which we should be gone
         return _fail("interrupted", 130)
     except BrokenPipeError:  # whoever read our output has gone; keep the interpreter from writing the rest
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

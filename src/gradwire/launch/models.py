@@ -8,6 +8,7 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.errors import RegisterError
+from gradwire.launch.failures import note_uncaught
 from gradwire.launch.plan import Plan
 from gradwire.launch.startup.sitecustomize import patch
 
@@ -25,6 +26,7 @@ def built(model: DistributedDataParallel) -> None:
     plan = Plan.current()
     if plan is not None:
         _guard_slot(plan.verb)
+        note_uncaught(plan)
         plan.follow(model)
 
 

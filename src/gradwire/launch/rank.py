@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import signal
 import sys
@@ -20,11 +21,19 @@ def main() -> int:
     module = words[0] == "-m"
     if plan is None:
         raise SystemExit("gradwire.launch.rank is started by `gradwire run`, not by hand")
+    _hear_ctrl_c()
     try:
         run_under(plan, Script.parse(words[module:], module=module))
     except ScriptFailed as failed:
+        gc.freeze()  # collecting what torch leaves takes half a second, and after Ctrl-C there are two
         return failed.exit_code
     return 0
+
+
+def _hear_ctrl_c() -> None:
+    """Up to here it has ended this process; from here on the script may act on it, as in any Python process."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _end_with_parent() -> None:

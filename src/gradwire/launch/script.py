@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import runpy
 import sys
-import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from gradwire.bench.rank import is_echo
 from gradwire.errors import GradwireError, SpecError
+from gradwire.launch.failures import note_failure
 from gradwire.launch.models import watch_models
 from gradwire.launch.plan import Plan
 
@@ -72,15 +71,6 @@ def run_under(plan: Plan, script: Script) -> None:
         trimmed = error.with_traceback(_own_frames(error.__traceback__))
         note_failure(plan, trimmed)
         raise ScriptFailed("".join(traceback.format_exception(trimmed)).rstrip()) from error
-
-
-def note_failure(plan: Plan, error: BaseException) -> None:
-    """For whoever started this process: what went wrong, when, and whether it only echoes another rank's end."""
-    text = "".join(traceback.format_exception(error)).rstrip()
-    rank = os.environ.get("RANK")
-    who = "the script" if rank is None else f"rank {rank}"
-    content = {"who": who, "traceback": text, "echo": is_echo(error), "time_s": time.time()}
-    plan.write(plan.new_note("failed"), content)
 
 
 def _check_exit(stop: SystemExit) -> None:

@@ -19,8 +19,9 @@ from gradwire.launch.script import ScriptFailed
 TICK_S = 0.05
 CAUSE_S = 1.0
 """After the first failure: how long to wait for a rank that knows more about it."""
-GRACE_S = 1.0
+GRACE_S = 0.8
 """How long processes may take to end by themselves, to save something for instance, before they are killed."""
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ def supervise(commands: Sequence[Command], plan: Plan, enough: Callable[[], bool
             raise
         finally:
             if any(process.poll() != 0 for process in running):
-                with _deaf_to_ctrl_c():
+                with _signals_wait():
                     end_all(running, ending, GRACE_S)
 
 
@@ -78,7 +79,7 @@ def _failure(running: Sequence[subprocess.Popen[bytes]], commands: Sequence[Comm
     codes = {command.name: process.poll() or 0 for command, process in zip(commands, running, strict=True)}
     if notes:
         note = next(iter(_causes(plan)), notes[0])
-        return ScriptFailed(f"{note['who']} failed:\n{note['traceback']}")
+        return ScriptFailed(_tell(note))
     name, code = next((name, code) for name, code in codes.items() if code)
     return ScriptFailed(f"{name} {_ended(code)}", code if code > 0 else 128 - code)
 
@@ -88,18 +89,28 @@ def _causes(plan: Plan) -> list[dict[str, Any]]:
     return sorted(own, key=lambda note: float(note["time_s"]))
 
 
+def _tell(note: Mapping[str, Any]) -> str:
+    """A traceback comes once: where a process has shown its own, its last line is enough."""
+    if note["shown"]:
+        return f"{note['who']} failed, see above: {note['traceback'].splitlines()[-1]}"
+    return f"{note['who']} failed:\n{note['traceback']}"
+
+
 def _ended(code: int) -> str:
     return f"ended with exit code {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
 
 
 @contextmanager
-def _deaf_to_ctrl_c() -> Iterator[None]:
-    """The second one must not keep us from ending what the first one has begun."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _signals_wait() -> Iterator[None]:
+    """A signal that comes while processes are being ended must not keep us from that, nor get lost: it acts after."""
+    came: list[int] = []
+    numbers = ENDING if threading.current_thread() is threading.main_thread() else ()
+    heard = [number for number in numbers if signal.getsignal(number) not in (signal.SIG_IGN, None)]
+    before = {number: signal.signal(number, lambda number, frame: came.append(number)) for number in heard}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for first in came[:1]:
+            signal.raise_signal(first)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 import sys
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import module_from_spec
@@ -52,6 +53,12 @@ class PatchOnImport:
         return spec
 
 
+def end_quietly_until_ready() -> None:
+    """A rank of ours that gets Ctrl-C while it still imports torch ends at once, without a traceback: see `rank.py`."""
+    if "GRADWIRE_PARENT" in os.environ and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def run_next() -> None:
     """Run the `sitecustomize` that Python would have found without this one."""
     here = os.path.dirname(os.path.abspath(__file__))
@@ -62,5 +69,6 @@ def run_next() -> None:
 
 
 if __name__ == "sitecustomize":
+    end_quietly_until_ready()
     sys.meta_path.insert(0, PatchOnImport())
     run_next()
