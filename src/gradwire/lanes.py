@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from gradwire.comm import GroupComm, Levels, slow_link
 from gradwire.errors import ExchangeError
+from gradwire.gloo import Gloo
 
 
 class Lane:
@@ -100,7 +101,7 @@ class Lanes:
         """Make lanes until there are `count`, which all ranks must ask for; `next_ticket` is the next one let in."""
         while len(self._lanes) < count:
             store = PrefixStore(f"lane/{len(self._lanes)}", self._store)
-            lane = Lane(ProcessGroupGloo(store, self.rank, self.size, self._timeout))
+            lane = Lane(Gloo(ProcessGroupGloo(store, self.rank, self.size, self._timeout)))
             lane._turn = next_ticket
             self._lanes.append(lane)
 

@@ -83,8 +83,9 @@ class Coded:
         return BLOCK if self.allocate else align_of(self.codec)
 
     def chunk_bytes(self, size: int) -> int:
-        """1 MB a rank, up to 4: smaller ones cost more wake-ups than they hide, larger ones leave the wire idle. On many
-        ranks no less than 256 kB a rank: each has a part of its own, with work and a message of its own.
+        """1 MB a rank, up to 4: smaller ones cost more wake-ups than they hide, larger ones leave the wire idle.
+
+        On many ranks no less than 256 kB a rank: each has a part of its own, with work and a message of its own.
         """
         if self.accumulate == "wire":
             return 4 << 20

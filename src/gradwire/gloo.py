@@ -1,0 +1,86 @@
+"""Step 5, over gloo: the same collectives by shorter ways.
+
+gloo's all-to-all sends straight from the caller's memory to everybody and receives straight into it. Its all-gather
+goes round in a ring, into memory of its own, and copies; its all-reduce goes round twice. Between two processes of one
+host 1 kB takes the three of them 0.7, 0.7 and 2.8 ms and 256 kB 0.7, 3.1 and 2.7 ms, with processor time to match.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwire.scratch import empty
+
+SMALL_BYTES = 1 << 18
+"""Between two ranks, sums of up to so much are gathered and added up by each: that sends as much and waits less."""
+
+
+class Gloo:
+    """A gloo group for `GroupComm`."""
+
+    def __init__(self, group: Any) -> None:
+        self._group, self._rank, self._size = group, group.rank(), group.size()
+
+    def rank(self) -> int:
+        """This rank."""
+        return int(self._rank)
+
+    def size(self) -> int:
+        """How many there are."""
+        return int(self._size)
+
+    def allreduce(self, tensors: list[Tensor]) -> Any:
+        """Sum, in place."""
+        (tensor,) = tensors
+        if self._size != 2 or not _is_plain(tensor) or tensor.numel() * tensor.element_size() > SMALL_BYTES:
+            return self._group.allreduce(tensors)
+        other = empty(tensor.shape, tensor.dtype, tensor.device)
+        work = self._swap(_as_bytes(other), _as_bytes(tensor))
+        return Then(work, lambda: tensor.add_(other))
+
+    def _allgather_base(self, out: Tensor, tensor: Tensor) -> Any:
+        """(n,) on each rank -> (size * n,)."""
+        if not _is_plain(tensor):
+            return self._group._allgather_base(out, tensor)
+        rows, mine = _as_bytes(out).view(self._size, -1), _as_bytes(tensor)
+        if self._size == 2:
+            rows[self._rank].copy_(mine)
+            return self._swap(rows[1 - self._rank], mine)
+        return self._group.alltoall_base(rows, empty(rows.shape, rows.dtype, rows.device).copy_(mine), [], [])
+
+    def alltoall_base(self, out: Tensor, tensor: Tensor, out_sizes: list[int], in_sizes: list[int]) -> Any:
+        """The backend's own."""
+        return self._group.alltoall_base(out, tensor, out_sizes, in_sizes)
+
+    def shutdown(self) -> None:
+        """Close the connections."""
+        self._group.shutdown()
+
+    def _swap(self, theirs: Tensor, mine: Tensor) -> Any:
+        """Two ranks: an all-to-all in which nobody has anything for itself."""
+        sizes = [mine.numel(), 0] if self._rank else [0, mine.numel()]
+        return self._group.alltoall_base(theirs, mine, sizes, sizes)
+
+
+class Then:
+    """Work that is not over when its collective is."""
+
+    def __init__(self, work: Any, after: Callable[[], object]) -> None:
+        self._work, self._after = work, after
+
+    def wait(self) -> None:
+        """Until all is done."""
+        self._work.wait()
+        self._after()
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and not tensor.is_sparse and tensor.is_contiguous() and tensor.numel() > 0
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)

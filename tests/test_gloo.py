@@ -1,0 +1,64 @@
+"""The shorter ways over gloo give what gloo's own collectives give."""
+
+import pytest
+import torch
+
+from gradwire.gloo import SMALL_BYTES
+from gradwire.testing import thread_ranks
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.uint8, torch.int64)
+
+
+def lane_of(rank):
+    runner = rank.runner()
+    runner.open(1)
+    return runner, runner.lanes._lanes[0].group
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_gathers_and_sums_are_the_backends_own(size):
+    """Bit for bit: two values have one sum, and more go the backend's own way."""
+
+    def run(rank):
+        runner, ours = lane_of(rank)
+        made = torch.Generator().manual_seed(rank.rank)
+        for numel in (1, 7, 1024, SMALL_BYTES // 4, SMALL_BYTES // 4 + 1):
+            for dtype in DTYPES:
+                mine = torch.randint(0, 100, (numel,), generator=made).to(dtype) / (3 if dtype.is_floating_point else 1)
+                mine = mine.to(dtype)
+                for issue in (gathered, summed):
+                    assert torch.equal(issue(ours, mine), issue(ours._group, mine)), (issue.__name__, numel, dtype)
+        runner.close()
+        return True
+
+    assert all(thread_ranks(size, run))
+
+
+def gathered(group, mine):
+    out = torch.empty(group.size() * mine.numel(), dtype=mine.dtype)
+    group._allgather_base(out, mine).wait()
+    return out
+
+
+def summed(group, mine):
+    total = mine.clone()
+    if mine.dtype == torch.bfloat16 and mine.numel() > 1024:  # the backend sums these slowly
+        total = total[:1024].clone()
+    group.allreduce([total]).wait()
+    return total
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_odd_tensors_go_the_backends_way(size):
+    """Nothing to send, a sparse sum."""
+
+    def run(rank):
+        runner, ours = lane_of(rank)
+        assert gathered(ours, torch.empty(0)).numel() == 0
+        assert summed(ours, torch.empty(0)).numel() == 0
+        sparse = torch.sparse_coo_tensor([[rank.rank]], [1.0], (size,)).coalesce()
+        ours.allreduce([sparse]).wait()
+        runner.close()
+        return sparse.to_dense().tolist() == [1.0] * size
+
+    assert all(thread_ranks(size, run))
