@@ -1,11 +1,13 @@
 """Rehearsals tell the bytes that real hooks send; predictions obey what no network can do without."""
 
+import dataclasses
 import itertools
 
 import pytest
 import torch
 
 from gradwire.advisor import Compute, Course, Link, Send, predict, predict_step, rehearse
+from gradwire.advisor.fit import Fit
 from gradwire.bucket import Bucket, segments_of
 from gradwire.errors import SpecError
 from gradwire.exchanges import EXCHANGES, exchange
@@ -150,6 +152,38 @@ def test_inside_a_node_costs_nothing():
     assert predict_step([[chunk]], LINK, ALONE).exposed_s == pytest.approx(1.0)
 
 
+# -- the processor time of collectives ---------------------------------------------------------------------------------
+
+TOLL = {"all_gather": Fit(0.1, 10e6, 1.0)}  # 0.1 s, and as much for each MB
+
+
+def test_sending_hides_the_processor_time_of_a_free_core():
+    found = predict_step([[_course((0.0, 1e6))]], LINK, ALONE, TOLL)
+    assert found.exposed_s == pytest.approx(1.0)
+    assert found.handling_s == pytest.approx(0.2)
+
+
+def test_a_collective_is_not_over_before_the_processor_has_seen_to_it():
+    found = predict_step([[_course((0.0, 1e6), work_s=0.3)]], Link(1e12), ALONE, TOLL)
+    assert found.exposed_s == pytest.approx(0.2 + 0.3, abs=1e-4)
+
+
+def test_on_one_core_collectives_take_their_time_from_backward():
+    compute = Compute(forward_s=0.0, ready_s=(0.5, 2.0), backward_s=2.0, cores=1)
+    found = predict_step([[_course((0.0, 1e6))], []], Link(1e12), compute, TOLL)
+    assert found.step_s == pytest.approx(2.2)
+
+
+def test_inside_a_node_there_is_no_toll():
+    chunk = Course((Send(0.0, "all_gather", 1, 1e6),), 0.0)
+    assert predict_step([[chunk]], LINK, ALONE, TOLL).handling_s == 0.0
+
+
+def test_what_has_no_toll_is_free():
+    chunk = Course((Send(0.0, "all_reduce", 2, 1e6),), 0.0)
+    assert predict_step([[chunk]], LINK, ALONE, TOLL).handling_s == 0.0
+
+
 def test_buckets_must_match_the_compute():
     with pytest.raises(SpecError, match="compute tells of 1 buckets, but there are 2"):
         predict_step([[], []], LINK, ALONE)
@@ -163,6 +197,11 @@ def test_bad_compute(wrong):
         Compute(**{"forward_s": 1.0, "ready_s": (1.0,), "backward_s": 2.0, **wrong})
 
 
+def _even(course):
+    """With work that no other process has disturbed."""
+    return Course(tuple(dataclasses.replace(send, work_s=1e-5) for send in course.sends), 1e-5)
+
+
 def _rising(steps):
     """Chunks that overtake each other may cost a little where the link is faster."""
     return all(later >= 0.98 * earlier for earlier, later in itertools.pairwise(steps))
@@ -170,7 +209,7 @@ def _rising(steps):
 
 @pytest.mark.parametrize("spec", EXCHANGES)
 def test_predictions_are_monotone_in_bandwidth_and_latency(spec):
-    courses = rehearse(exchange(spec), _layouts(), 3)
+    courses = [[_even(course) for course in bucket] for bucket in rehearse(exchange(spec), _layouts(), 3)]
     compute = Compute(forward_s=0.001, ready_s=(0.001, 0.002), backward_s=0.002, cores=8)
     assert _rising([predict_step(courses, Link(rate), compute).step_s for rate in (1e9, 1e8, 1e7, 1e6)])
     assert _rising([predict_step(courses, Link(1e8, delay), compute).step_s for delay in (0.0, 1e-4, 1e-2)])

@@ -21,11 +21,18 @@ def test_a_line_is_found_exactly():
 
 def test_noise_of_the_large_does_not_drown_the_small():
     noise = random.Random(0)
-    times = [(100e-6 + size / 12.5e6) * noise.uniform(0.95, 1.05) for size in SIZES]
-    found = fit(SIZES, times)
-    assert found.alpha_s == pytest.approx(100e-6, rel=0.15)  # 5% of the largest time is 300 times as much
-    assert found.bytes_per_s == pytest.approx(12.5e6, rel=0.1)
+    times = [100e-6 + size / 12.5e6 for size in SIZES]
+    noisy = [time + 0.003 * math.sqrt(times[0] * time) * noise.gauss(0, 1) for time in times]
+    found = fit(SIZES, noisy)
+    assert found.alpha_s == pytest.approx(100e-6, rel=0.1)  # the largest takes 13000 times as long
+    assert found.bytes_per_s == pytest.approx(12.5e6, rel=0.01)
     assert 0.9 < found.r_squared < 1.0
+
+
+def test_the_large_tell_the_bandwidth():
+    """The small ones went through on what a link has to spare."""
+    found = fit([1 << 10, 1 << 16, 1 << 20, 1 << 22], [1e-3, 1e-3, 1e-3 + (1 << 20) / 100e6, 1e-3 + (1 << 22) / 100e6])
+    assert found.bytes_per_s == pytest.approx(100e6, rel=0.05)
 
 
 def test_latency_is_never_negative():

@@ -9,14 +9,14 @@ import pytest
 from gradwire.advisor import Link, emulate
 from gradwire.advisor import probe as probing
 from gradwire.advisor.fit import Fit
-from gradwire.advisor.probe import Probe, codec_speed, probe
+from gradwire.advisor.probe import Probe, Row, codec_speed, probe
 from gradwire.cli.probe import to_text
 from gradwire.codecs import CODECS, Int8
 from gradwire.errors import SpecError
 from gradwire.testing import thread_ranks
 
 LINK = Link(50e6, 2e-3)
-SIZES = (1 << 10, 1 << 14, 1 << 18)
+ROWS = (Row(1 << 10, 2, True), Row(1 << 14, 2), Row(1 << 18, 2))
 
 
 def _probe(rank):
@@ -25,17 +25,27 @@ def _probe(rank):
 
 
 def test_between_ranks_on_a_known_link(monkeypatch):
-    monkeypatch.setattr(probing, "SENT_BYTES", SIZES)
+    monkeypatch.setattr(probing, "ROWS", ROWS)
     monkeypatch.setattr(probing, "REPEATS", 2)
     first, *others = thread_ranks(3, _probe)
-    assert all(other.fits == first.fits for other in others)  # whoever decides by them decides alike
+    assert all((other.fits, other.toll) == (first.fits, first.toll) for other in others)  # all decide alike by them
     assert (first.size, len(first.hosts), first.pairs) == (3, 3, {})
     assert first.speeds.keys() == CODECS.keys()
     for collective, found in first.fits.items():
-        waiting_s, sending_s = LINK.cost_s(collective, 3, SIZES[-1])
-        assert found.seconds(SIZES[-1]) >= 0.9 * (waiting_s + sending_s)
+        waiting_s, sending_s = LINK.cost_s(collective, 3, 1 << 19)
+        assert found.seconds(1 << 19) >= 0.9 * (waiting_s + sending_s)
         assert found.alpha_s > 0
         assert found.r_squared <= 1.0
+
+
+def test_a_held_collective_waits_without_a_processor(monkeypatch):
+    """So the emulated link shows in the time and not in the processor time."""
+    monkeypatch.setattr(probing, "ROWS", ROWS)
+    monkeypatch.setattr(probing, "REPEATS", 2)
+    found = thread_ranks(2, _probe)[0]
+    assert found.toll.keys() == found.fits.keys()
+    for collective, toll in found.toll.items():
+        assert 0 < toll.seconds(1 << 19) < found.fits[collective].seconds(1 << 19)
 
 
 def test_messages_are_of_the_size_that_was_asked_for():
@@ -48,7 +58,7 @@ def test_messages_are_of_the_size_that_was_asked_for():
 
 
 def test_costs_scale_with_the_hops():
-    found = Probe(size=3, fits={"all_gather": Fit(2e-3, 1e6, 1.0)}, speeds={}, hosts=("a", "a", "b"))
+    found = Probe(size=3, fits={"all_gather": Fit(2e-3, 1e6, 1.0)}, toll={}, speeds={}, hosts=("a", "a", "b"))
     assert found.cost_s("all_gather", 3, 1e6) == (pytest.approx(2e-3), pytest.approx(1.0))
     assert found.cost_s("all_gather", 5, 1e6) == (pytest.approx(4e-3), pytest.approx(1.0))
 
@@ -71,6 +81,7 @@ def test_from_the_command_line():
     found = json.loads(done.stdout)
     assert found["size"] == 2
     assert found["fits"].keys() == {"all_reduce", "all_gather", "all_to_all"}
+    assert found["toll"].keys() == found["fits"].keys()
     assert found["fits"]["all_reduce"]["alpha_s"] >= 0.9 * 2e-3
     assert found["pairs"].keys() == {"0-1"}
     assert found["pairs"]["0-1"]["alpha_s"] > 0

@@ -74,6 +74,27 @@ def test_exact_stays_where_nothing_pays():
     assert "compression does not pay here" in reason
 
 
+def test_who_is_far_behind_gets_one_turn():
+    specs, reason = drive(2, Auto(hooks=ALL), costs(exact=0.3, bf16=0.151, int8=0.15), trial_steps(3))
+    after = specs[WARM_STEPS + 1 : specs.index("bf16")]
+    assert after == ["exact"] * TURN_STEPS
+    assert "exact" not in specs[specs.index("bf16") :]
+    assert specs.count("int8") == TURNS * TURN_STEPS
+    assert "exact 303" in reason
+
+
+def test_a_clear_winner_ends_the_trial():
+    specs, _ = drive(2, Auto(hooks=ALL), costs(exact=0.3, bf16=0.2, int8=0.1), trial_steps(3))
+    assert set(specs[WARM_STEPS + 1 + 3 * TURN_STEPS :]) == {"int8"}
+
+
+def test_one_slow_step_in_a_turn_does_not_count():
+    first = WARM_STEPS + 1 + 2 * TURN_STEPS  # the turn of int8
+    slow = lambda rank, spec, step: 0.9 if step == first + 2 else {"exact": 0.3, "bf16": 0.2, "int8": 0.1}[spec]  # noqa: E731
+    specs, _ = drive(2, Auto(hooks=ALL), slow, trial_steps(3))
+    assert specs[-1] == "int8"
+
+
 def test_the_most_exact_of_those_that_are_as_fast():
     specs, _ = drive(2, Auto(hooks=ALL), costs(exact=0.3, bf16=0.151, int8=0.15), trial_steps(3))
     assert specs[-1] == "bf16"

@@ -2,9 +2,12 @@
 
 A rank is two things that are shared and one that is not:
 
-    cpu    the backward pass and up to THREADS chunks at work; with fewer cores than that, each gets an equal share
+    cpu    the backward pass, up to THREADS chunks at work, and the collectives under way, which take processor time to
+           send, receive and sum; with fewer cores than that, each gets an equal share
     wire   one link; bytes leave in the order in which collectives are issued
     hops   latency, which delays a chunk but keeps nobody from sending
+
+A collective is over when its bytes have left, its hops are done and the processor has seen to it.
 
 Chunks go through them as the engine (`runner.py`, `comm.py`) sends them: they start in order as buckets get ready, and
 the k-th collective of a chunk is issued after the k-th of the chunk before. All ranks are taken to be alike.
@@ -16,10 +19,12 @@ import heapq
 import itertools
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
+from gradwire.advisor.fit import Fit
 from gradwire.advisor.rehearse import Course, Layout, Send, rehearse
 from gradwire.errors import SpecError
 from gradwire.exchanges import Exchange
@@ -31,6 +36,11 @@ class Wire(Protocol):
 
     def cost_s(self, collective: str, size: int, sent_bytes: float) -> tuple[float, float]:
         """Waiting for hops, during which others may send, and sending, during which nobody else can."""
+
+
+Toll = Mapping[str, Fit]
+"""By collective: the processor time that it takes a rank, over the bytes sent (`probe`)."""
+FREE: Toll = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,34 +83,43 @@ class Prediction:
     """The link is busy for so long."""
     exposed_s: float
     """How much longer the step takes than without communication."""
+    handling_s: float = 0.0
+    """Processor time of the collectives."""
 
 
-def predict(exchange: Exchange, layouts: Sequence[Layout], size: int, link: Wire, compute: Compute) -> Prediction:
+def predict(
+    exchange: Exchange, layouts: Sequence[Layout], size: int, link: Wire, compute: Compute, toll: Toll = FREE
+) -> Prediction:
     """The step time of `exchange` on `size` ranks. `layouts` are the model's buckets, in order (see `Hook.layouts`).
 
     Rehearses the exchange on this machine; to ask about several links, rehearse once and use `predict_step`.
     """
-    return predict_step(rehearse(exchange, layouts, size), link, compute)
+    return predict_step(rehearse(exchange, layouts, size), link, compute, toll)
 
 
-def predict_step(buckets: Sequence[Sequence[Course]], link: Wire, compute: Compute) -> Prediction:
+def predict_step(buckets: Sequence[Sequence[Course]], link: Wire, compute: Compute, toll: Toll = FREE) -> Prediction:
     """The same, for courses that are known; the number of ranks is theirs."""
     if len(buckets) != len(compute.ready_s):
         raise SpecError(f"compute tells of {len(compute.ready_s)} buckets, but there are {len(buckets)}")
     courses = list(itertools.chain.from_iterable(buckets))
     sends = [send for course in courses for send in course.sends]
-    over_s = _Rank(buckets, link, compute).run()
+    over_s = _Rank(buckets, link, compute, toll).run()
     return Prediction(
         step_s=compute.forward_s + over_s + compute.after_s,
         sent_bytes=sum(send.sent_bytes for send in sends),
         work_s=sum(send.work_s for send in sends) + sum(course.work_s for course in courses),
         wire_s=sum(_cost_s(send, link)[1] for send in sends),
         exposed_s=over_s - compute.backward_s,
+        handling_s=sum(_toll_s(send, toll) for send in sends),
     )
 
 
 def _cost_s(send: Send, link: Wire) -> tuple[float, float]:
     return (0.0, 0.0) if send.size == 1 else link.cost_s(send.collective, send.size, send.sent_bytes)
+
+
+def _toll_s(send: Send, toll: Toll) -> float:
+    return toll[send.collective].seconds(send.sent_bytes) if send.size > 1 and send.collective in toll else 0.0
 
 
 class _Chunk:
@@ -119,8 +138,8 @@ class _Chunk:
 class _Rank:
     """Plays the backward pass of one rank, from event to event."""
 
-    def __init__(self, buckets: Sequence[Sequence[Course]], link: Wire, compute: Compute) -> None:
-        self._link, self._compute = link, compute
+    def __init__(self, buckets: Sequence[Sequence[Course]], link: Wire, compute: Compute, toll: Toll) -> None:
+        self._link, self._compute, self._toll = link, compute, toll
         tickets = itertools.count()
         self._buckets = deque(
             (ready_s, [_Chunk(next(tickets), course) for course in courses])
@@ -132,6 +151,7 @@ class _Rank:
         self._now = self._done_s = self._wire_free = 0.0
         self._queued: deque[_Chunk] = deque()
         self._working: dict[_Chunk, float] = {}
+        self._handled: dict[_Chunk, float] = {}
         self._asking: set[_Chunk] = set()
         self._wires: list[tuple[float, int, _Chunk]] = []
         self._running = 0
@@ -142,8 +162,9 @@ class _Rank:
             rate = self._rate()
             self._now += dt
             self._done_s += dt * rate if self._in_backward else 0.0
-            for chunk in self._working:
-                self._working[chunk] -= dt * rate
+            for busy in (self._working, self._handled):
+                for chunk in busy:
+                    busy[chunk] -= dt * rate
             self._end_works()
             self._end_wires()
             self._fill()
@@ -154,7 +175,7 @@ class _Rank:
         self._fill()
         while True:
             rate = self._rate()
-            times = [left / rate for left in self._working.values()]
+            times = [left / rate for left in (*self._working.values(), *self._handled.values())]
             if self._in_backward:
                 times.append((self._next_milestone - self._done_s) / rate)
             if self._wires:
@@ -174,7 +195,7 @@ class _Rank:
 
     def _rate(self) -> float:
         """How fast everything that computes goes on: cores are shared alike."""
-        threads = len(self._working) + (self._compute.threads if self._in_backward else 0)
+        threads = len(self._working) + len(self._handled) + (self._compute.threads if self._in_backward else 0)
         return min(1.0, self._compute.cores / max(threads, 1))
 
     def _fill(self) -> None:
@@ -187,6 +208,8 @@ class _Rank:
             self._working[chunk] = chunk.work_s
 
     def _end_works(self) -> None:
+        for chunk in [chunk for chunk, left in self._handled.items() if left <= 1e-12]:
+            del self._handled[chunk]
         for chunk in [chunk for chunk, left in self._working.items() if left <= 1e-12]:
             del self._working[chunk]
             if chunk.stage == len(chunk.course.sends):
@@ -206,9 +229,10 @@ class _Rank:
             waiting_s, sending_s = _cost_s(send, self._link)
             self._wire_free = max(self._wire_free, self._now) + sending_s
             chunk.stage += 1
+            self._handled[chunk] = _toll_s(send, self._toll)
             heapq.heappush(self._wires, (self._wire_free + waiting_s, chunk.ticket, chunk))
 
     def _end_wires(self) -> None:
         while self._wires and self._wires[0][0] <= self._now + 1e-12:
             _, _, chunk = heapq.heappop(self._wires)
-            self._working[chunk] = chunk.work_s
+            self._working[chunk] = chunk.work_s + self._handled.pop(chunk, 0.0)

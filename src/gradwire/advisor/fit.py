@@ -18,7 +18,7 @@ class Fit:
     bytes_per_s: float
     """Sent by each rank beyond that."""
     r_squared: float
-    """Goodness of the fit: 1 is a line, 0 no better than one time for all sizes. Relative errors count."""
+    """Goodness of the fit: 1 is a line, 0 no better than one time for all sizes."""
 
     def seconds(self, sent_bytes: float) -> float:
         """What a collective takes in which each rank sends so much."""
@@ -26,13 +26,14 @@ class Fit:
 
 
 def fit(sent_bytes: Sequence[float], times_s: Sequence[float]) -> Fit:
-    """Least squares of relative errors, so that small messages count as much as large ones.
+    """Least squares, where a time of 2 s may be off by as much as two of 1 s: like a sum of many small delays.
 
-    The latency is never below 0, and more bytes never take less time.
+    So small messages tell the latency and large ones the bandwidth. The latency is never below 0, and more bytes never
+    take less time.
     """
     if len(sent_bytes) != len(times_s) or len(set(sent_bytes)) < 2 or not all(time > 0 for time in times_s):
         raise SpecError(f"a fit needs times above 0 for at least two sizes, got {times_s} s for {sent_bytes}")
-    weights = [1.0 / time**2 for time in times_s]
+    weights = [1.0 / time for time in times_s]
     alpha, slope = _line(sent_bytes, times_s, weights)
     if alpha < 0:
         alpha, slope = 0.0, _through_zero(sent_bytes, times_s, weights)

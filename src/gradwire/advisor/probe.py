@@ -1,16 +1,16 @@
 """probe(): measures what lies between the ranks, collective by collective, and how fast this machine encodes.
 
-Every size is timed several times. The rank that came last waited for nobody, so the shortest time of all ranks is the
-collective's own; of the repeats the median counts. A line is fitted over the sizes: see `fit.py`.
+Collectives are timed in rows, as a single one may find a link with some burst to spare, or bytes that came before it
+asked. A line is fitted over the bytes of whole rows: see `fit.py`. Another one is fitted to the processor time that a
+rank spends on a collective, in all of its threads: that is what it takes from the backward pass.
 """
 
 from __future__ import annotations
 
 import itertools
 import socket
-import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any, cast
@@ -28,15 +28,28 @@ from gradwire.comm import Comm, GroupComm, gather_texts
 from gradwire.errors import SpecError
 from gradwire.hook import Hook
 from gradwire.lanes import Lanes
-from gradwire.runner import Job
+from gradwire.runner import LaneRunner, Runner
 
-SENT_BYTES = (1 << 10, 1 << 13, 1 << 16, 1 << 19, 1 << 21, 1 << 23)
-REPEATS = 5
-LONG_S = 0.1
-"""When a collective takes longer than this, no larger ones are tried."""
+REPEATS = 3
+LONG_S = 0.3
+"""When a row takes longer than this, no larger ones are tried."""
 VALUES = 1 << 20
 PAIR_TIMEOUT = timedelta(seconds=60)
 Report = Callable[[float, str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Collectives, one after the other."""
+
+    message_bytes: int
+    """That each rank sends in one."""
+    count: int
+    in_turn: bool = False
+    """Each waits for the end of the one before, which tells the latency; otherwise they are handed in like chunks."""
+
+
+ROWS = (Row(1 << 10, 16, True), Row(1 << 13, 16, True), Row(1 << 18, 4), Row(1 << 20, 4), Row(1 << 20, 8))
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +69,8 @@ class Probe:
     size: int
     fits: Mapping[str, Fit]
     """By collective."""
+    toll: Mapping[str, Fit]
+    """By collective: processor time of a rank, on average over the ranks."""
     speeds: Mapping[str, Speed]
     """By codec, on this rank."""
     hosts: tuple[str, ...]
@@ -81,10 +96,10 @@ def probe(hook: Hook, *, pairs: bool | None = None, report: Report = lambda part
     """
     if hook.size == 1:
         raise SpecError("probe: there is nothing to measure between 1 rank; start at least 2")
-    fits = {}
+    fits, toll = {}, {}
     for index, collective in enumerate(HOPS):
         report(index / 5, f"timing {collective}")
-        fits[collective] = measure(hook.run, collective, hook.size)
+        fits[collective], toll[collective] = measure(hook.runner, collective, hook.size)
     hosts: list[str] = []
     hook.run(lambda comm: hosts.extend(gather_texts(comm, socket.gethostname(), hook.device)))
     report(3 / 5, "timing codecs")
@@ -92,41 +107,62 @@ def probe(hook: Hook, *, pairs: bool | None = None, report: Report = lambda part
     report(4 / 5, "timing pairs of ranks")
     wanted = len(set(hosts)) > 1 if pairs is None else pairs
     found = _measure_pairs(hook) if wanted else {}
-    return Probe(size=hook.size, fits=fits, speeds=speeds, hosts=tuple(hosts), pairs=found)
+    return Probe(size=hook.size, fits=fits, toll=toll, speeds=speeds, hosts=tuple(hosts), pairs=found)
 
 
 # -- collectives -------------------------------------------------------------------------------------------------------
 
 
-def measure(run: Callable[[Job], None], collective: str, size: int) -> Fit:
-    """Time a collective over sizes; the same on all ranks. `run` runs a job on the lanes and waits for it."""
-    sent, times = [], []
-    for wanted in SENT_BYTES:
-        moved, taken = _median_time(run, collective, size, wanted)
-        sent.append(moved)
-        times.append(taken)
-        if taken > LONG_S and len(sent) > 2:
+def measure(runner: Runner, collective: str, size: int) -> tuple[Fit, Fit]:
+    """Time, and processor time of a rank, of a collective over sizes; the same on all ranks."""
+    times, busy = {}, {}
+    for row in ROWS:
+        jobs = [_Job(collective, size, row.message_bytes) for _ in range(row.count)]
+        runner.run(jobs[0])  # touches new memory, and all ranks begin together
+        time_s, busy_s = _row_s(runner, jobs, in_turn=row.in_turn)
+        sent_bytes = jobs[0].sent_bytes
+        if row.in_turn:
+            times[sent_bytes] = time_s / row.count
+        else:
+            times[sent_bytes * row.count] = time_s
+            busy[sent_bytes] = busy_s / row.count
+        if time_s > LONG_S and len(busy) > 1:
             break
-    return fit(sent, times)
+    return fit(list(times), list(times.values())), fit(list(busy), list(busy.values()))
 
 
-def _median_time(run: Callable[[Job], None], collective: str, size: int, sent_bytes: int) -> tuple[float, float]:
-    """Bytes sent and seconds."""
-    tensor, taken, moved = _message(collective, size, sent_bytes), [], 0.0
+def _row_s(runner: Runner, jobs: Sequence[_Job], *, in_turn: bool) -> tuple[float, float]:
+    """Seconds and processor seconds, on average over the ranks: the medians of some repeats."""
 
-    def job(comm: Comm) -> None:
-        nonlocal moved
-        getattr(comm, collective + ("_" if collective == "all_reduce" else ""))(tensor)
-        traffic = cast(GroupComm, comm).traffic
-        moved = traffic.sent_bytes
-        taken.append(traffic.wire_s)
+    def act() -> None:
+        for part in [[job] for job in jobs] if in_turn else [jobs]:
+            runner.submit(part, torch.empty(0), lambda *_: None).wait()
 
-    for _ in range(REPEATS + 1):
-        run(job)
+    taken = torch.tensor([_clocked(act) for _ in range(REPEATS)], dtype=torch.float64)
     everybody: list[Tensor] = []
-    mine = torch.tensor(taken[1:], dtype=torch.float64)  # the first touched new memory
-    run(lambda comm: everybody.append(comm.all_gather(mine).clone()))
-    return moved, statistics.median(everybody[0].amin(0).tolist())
+    runner.run(lambda comm: everybody.append(comm.all_gather(taken.view(-1)).clone()))
+    time_s, busy_s = everybody[0].mean(0).view(REPEATS, 2).median(0).values.tolist()
+    return time_s, busy_s
+
+
+def _clocked(act: Callable[[], None]) -> tuple[float, float]:
+    """Seconds, and processor seconds of all threads of this process."""
+    began, busy = time.perf_counter(), time.process_time()
+    act()
+    return time.perf_counter() - began, time.process_time() - busy
+
+
+class _Job:
+    """A collective on a tensor of its own, of which each rank sends about so much."""
+
+    def __init__(self, collective: str, size: int, sent_bytes: int) -> None:
+        self._name = collective + ("_" if collective == "all_reduce" else "")
+        self._tensor = _message(collective, size, sent_bytes)
+        self.sent_bytes = 0.0
+
+    def __call__(self, comm: Comm) -> None:
+        getattr(comm, self._name)(self._tensor)
+        self.sent_bytes = cast(GroupComm, comm).traffic.sent_bytes
 
 
 def _message(collective: str, size: int, sent_bytes: int) -> Tensor:
@@ -145,25 +181,14 @@ def _measure_pairs(hook: Hook) -> dict[str, Fit]:
     for a, b in itertools.combinations(range(hook.size), 2):
         if hook.rank in (a, b):
             lanes = Lanes(store, (a, b).index(hook.rank), 2, PAIR_TIMEOUT, f"pair/{a}-{b}/{names[0]}")
-            lanes.open(1, 0)
-            found = measure(_in_turn(lanes), "all_gather", 2)
-            lanes.close()
+            runner = LaneRunner(lanes)
+            runner.open(1)
+            found, _ = measure(runner, "all_gather", 2)
+            runner.close()
             mine[a, b] = torch.tensor([found.alpha_s, found.bytes_per_s, found.r_squared]) / 2  # two ranks say so
     hook.run(lambda comm: _sum_(comm, mine))
     pairs = itertools.combinations(range(hook.size), 2)
     return {f"{a}-{b}": Fit(*mine[a, b].tolist()) for a, b in pairs}
-
-
-def _in_turn(lanes: Lanes) -> Callable[[Job], None]:
-    tickets = itertools.count()
-
-    def run(job: Job) -> None:
-        ticket = next(tickets)
-        comm = lanes.comm(ticket)
-        job(comm)
-        lanes.finish(ticket, comm)
-
-    return run
 
 
 def _sum_(comm: Comm, values: Tensor) -> None:

@@ -7,6 +7,7 @@ is measured with everything that belongs to it: feedback, exempt tensors, low-ra
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -96,7 +97,7 @@ def _rehearse_bucket(
         taken.append(runner.courses)
     hook.close()
     alike = [courses for courses in taken if _shape(courses) == _shape(taken[-1])]
-    return [_best(same) for same in zip(*alike, strict=True)]
+    return [_typical(same) for same in zip(*alike, strict=True)]
 
 
 def _values(layout: Layout) -> Tensor:
@@ -109,18 +110,18 @@ def _shape(courses: Sequence[Course]) -> list[list[str]]:
     return [[send.collective for send in course.sends] for course in courses]
 
 
-def _best(same: Sequence[Course]) -> Course:
-    """The least work of all steps, as the rest is the machine's other business; bytes on average."""
+def _typical(same: Sequence[Course]) -> Course:
+    """The median work of all steps: the first touches new memory; bytes on average."""
     sends = [
         Send(
-            min(send.work_s for send in column),
+            statistics.median(send.work_s for send in column),
             column[0].collective,
             column[0].size,
             sum(send.sent_bytes for send in column) / len(column),
         )
         for column in zip(*(course.sends for course in same), strict=True)
     ]
-    return Course(tuple(sends), min(course.work_s for course in same))
+    return Course(tuple(sends), statistics.median(course.work_s for course in same))
 
 
 class _DryRunner:

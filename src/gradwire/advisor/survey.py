@@ -7,6 +7,7 @@ the step time of the most promising ones as it is.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -32,6 +33,9 @@ UNKNOWN: Mapping[str, Any] = {"forward_s": 0.0, "backward_s": 0.0, "ready_s": ()
 
 class Survey(Pilot):
     """Tells `publish` what it found, once, when all is measured."""
+
+    far = math.inf
+    """Nobody drops out: a report wants all steps of all hooks."""
 
     def __init__(
         self,
@@ -66,10 +70,11 @@ class Survey(Pilot):
         """As rank 0 works it out, on all ranks: their machines may differ, their decisions must not."""
         hook = self._hook
         layouts = [hook.layouts[index] for index in sorted(hook.layouts)]
-        wire: Wire = Link.parse(self._link) if self._link else probe(hook, pairs=False)
+        probed = probe(hook, pairs=False)
+        wire: Wire = Link.parse(self._link) if self._link else probed
         compute = _compute(self._compute or UNKNOWN, len(layouts))
         found = {
-            spec: predict_step(rehearse(exchange(spec), layouts, hook.size), wire, compute)
+            spec: predict_step(rehearse(exchange(spec), layouts, hook.size), wire, compute, probed.toll)
             for spec in self.settings.specs
         }
         times = torch.tensor([value.step_s for value in found.values()], dtype=torch.float64)

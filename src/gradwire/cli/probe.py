@@ -57,8 +57,8 @@ def to_text(found: dict[str, Any]) -> str:
     return "\n".join(
         [
             f"{found['size']} ranks on {hosts} host{'s' * (hosts > 1)}",
-            f"\n{'collective':<12}{'latency us':>12}{'Mbit/s sent':>13}{'R^2':>8}",
-            *(_fit_line(name, fit) for name, fit in found["fits"].items()),
+            f"\n{'collective':<12}{'latency us':>12}{'Mbit/s sent':>13}{'R^2':>8}{'cpu us':>9}{'cpu us/MB':>11}",
+            *(_fit_line(name, fit) + _toll(found["toll"][name]) for name, fit in found["fits"].items()),
             *([f"\n{'ranks':<12}{'latency us':>12}{'Mbit/s sent':>13}{'R^2':>8}"] if found["pairs"] else []),
             *(_fit_line(name, fit) for name, fit in found["pairs"].items()),
             f"\n{'codec':<12}{'encode':>12}{'decode, add':>13}  ns a value, one core of rank 0",
@@ -69,3 +69,8 @@ def to_text(found: dict[str, Any]) -> str:
 
 def _fit_line(name: str, fit: dict[str, float]) -> str:
     return f"{name:<12}{1e6 * fit['alpha_s']:>12.0f}{8e-6 * fit['bytes_per_s']:>13.0f}{fit['r_squared']:>8.3f}"
+
+
+def _toll(fit: dict[str, float]) -> str:
+    """Processor time of a rank, for a collective and for a MB sent."""
+    return f"{1e6 * fit['alpha_s']:>9.0f}{1e12 / fit['bytes_per_s']:>11.0f}"

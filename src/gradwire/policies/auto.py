@@ -2,7 +2,8 @@
 
 1. A few exact steps, until DDP has its final buckets; then the gradients of one step are set aside.
 2. Every candidate averages those, and drops out if its error is above `max_error`.
-3. The others take turns for a few real steps each, twice over. All ranks gather all times; the slowest rank counts.
+3. The others take turns for a few real steps each. All ranks gather all times; the slowest rank counts. Who is far
+   behind after a turn is out; the rest go on, for `TURNS` turns in all.
 4. The most exact one within 3% of the fastest is taken. If that is `exact`, compression does not pay here.
 5. Every `WATCH` steps the ranks compare times; when a step has become a quarter slower or faster than it was, or after
    `recheck` steps, the trial starts again. What is in use stays unless another one is more than 5% faster.
@@ -17,6 +18,7 @@ import itertools
 import logging
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -35,13 +37,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("gradwire")
 
-WARM_STEPS = 3
-TURN_STEPS = 4
+WARM_STEPS = 2
+TURN_STEPS = 3
 """Steps of a turn; the first is not counted, as it makes connections and warms caches."""
-TURNS = 2
+TURNS = 5
+"""For those that are not far behind: by then the median of a candidate's steps is good to a few percent."""
 WATCH = 50
-NEAR, WORTH, MOVED = 1.03, 1.05, 1.25
-"""As fast as the fastest; worth a change; the link has changed."""
+NEAR, WORTH, FAR, MOVED = 1.03, 1.05, 1.25, 1.25
+"""As fast as the fastest; worth a change; out after a turn; the link has changed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +53,7 @@ class Auto:
 
     max_error: float = 0.02
     """Largest error of the mean that is allowed, relative to the mean, on the model's own gradients."""
-    hooks: str = "exact;fp16;bf16;int8;int6;int4"
+    hooks: str = "exact;fp16;bf16;int8;int6;int5;int4"
     """The candidates, semicolons between them; between the options of one a plus: `int8;int4:block=32+exempt=none`."""
     recheck: int = 5000
     """Steps after which the trial starts again, if nothing else makes it."""
@@ -84,6 +87,8 @@ def auto(spec: object, **options: object) -> Auto | None:
 class Pilot:
     """Steers one hook. `on_step` and `on_bucket` are called by the thread that runs backward, on all ranks alike."""
 
+    far = FAR
+
     def __init__(self, hook: Hook, settings: Auto, clock: Callable[[], float] = time.perf_counter) -> None:
         self.settings = settings
         self._clock = clock
@@ -99,7 +104,9 @@ class Pilot:
     def _start_over(self) -> None:
         self._step = 0
         self._aside: list[tuple[Bucket, Tensor]] = []
-        self._plan: list[str] = []
+        self._left: list[str] = []
+        self._finalists: list[str] = []
+        self._plan: deque[str] = deque()
         self._times: dict[str, list[float]] = {}
         self._recent: list[float] = []
         self._began: float | None = None
@@ -116,7 +123,7 @@ class Pilot:
         self._note_time()
         if self._step == WARM_STEPS + 1:
             self._weigh()
-        if self._plan:
+        if self._left:
             self._take_turns()
         elif self._step > WARM_STEPS + 1:
             self._watch()
@@ -131,12 +138,10 @@ class Pilot:
     # -- the phases --------------------------------------------------------------------------------------------
 
     def _note_time(self) -> None:
-        if self._began is None:
-            return
-        taken = self._clock() - self._began
-        self._recent.append(taken)
-        if self._plan or self._times:
-            self._times.setdefault(str(self._hook.exchange), []).append(taken)
+        if self._began is not None:
+            self._recent.append(self._clock() - self._began)
+            if self._left:
+                self._times.setdefault(str(self._hook.exchange), []).append(self._recent[-1])
 
     def _weigh(self) -> None:
         """Drop the candidates whose error is too large; plan the turns of the others."""
@@ -145,11 +150,9 @@ class Pilot:
         total = sum(float(mean.square().sum()) for mean in exact) ** 0.5
         self._errors = {spec: self._error(spec, exact, total) for spec in self.settings.specs}
         self._aside.clear()
-        fit = self._candidates()
-        self._plan = [spec for spec in fit * TURNS for _ in range(TURN_STEPS)] if len(fit) > 1 else []
-        self._times = {}
-        self._switch(fit[0])
-        if not self._plan:
+        self._left, self._times = self._candidates(), {}
+        if len(self._left) == 1:
+            self._left = []
             self._settle("exact", f"no other candidate is within max_error={self.settings.max_error:g}")
 
     def _candidates(self) -> list[str]:
@@ -167,21 +170,29 @@ class Pilot:
         return lost**0.5 / total if total else 0.0
 
     def _take_turns(self) -> None:
-        at = self._step - WARM_STEPS - 1
-        if at < len(self._plan):
-            self._switch(self._plan[at])
-            return
-        self._plan = []
-        self._decide()
+        if not self._plan and self._times:
+            self._end_turns()
+        if not self._plan:
+            self._plan.extend(spec for spec in self._left for _ in range(TURN_STEPS))
+        if self._plan:
+            self._switch(self._plan.popleft())
 
-    def _decide(self) -> None:
-        """All ranks from the same times: of each step, the slowest rank's."""
+    def _end_turns(self) -> None:
+        """All have had a turn: go on with those that are not far behind, or decide; by the same times on all ranks."""
         steps = {spec: _counted(times) for spec, times in self._times.items()}
         slowest = iter(self._slowest([value for times in steps.values() for value in times]))
         self.step_s = {spec: list(itertools.islice(slowest, len(times))) for spec, times in steps.items()}
+        fastest = {spec: min(self.step_s[spec]) for spec in self._left}  # what disturbs a step only makes it slower
+        self._left = [spec for spec in self._left if fastest[spec] <= self.far * min(fastest.values())]
+        if len(self._left) == 1 or max(map(len, steps.values())) == TURNS * (TURN_STEPS - 1):
+            self._finalists, self._left = self._left, []
+            self._decide()
+
+    def _decide(self) -> None:
+        """The most exact of the fastest."""
         medians = self.medians
-        best = min(medians.values())
-        near = [spec for spec, value in medians.items() if value <= NEAR * best]
+        best = min(medians[spec] for spec in self._finalists)
+        near = [spec for spec in self._finalists if medians[spec] <= NEAR * best]
         pick = min(near, key=lambda spec: (self._errors[spec], medians[spec]))
         if self._chosen in medians and medians[self._chosen] <= WORTH * medians[pick]:
             pick = self._chosen
@@ -216,7 +227,7 @@ class Pilot:
 
     def _slowest(self, times: Sequence[float]) -> list[float]:
         mine = torch.tensor(times, dtype=torch.float64, device=self._hook.device)
-        return [float(value) for value in self._hook.gather(mine).amax(0)]
+        return self._hook.gather(mine).amax(0).tolist()
 
 
 def _counted(times: Sequence[float]) -> list[float]:

@@ -1,4 +1,4 @@
-"""Step 3, as a page: one HTML file that asks the network for nothing."""
+"""Step 3, as a page."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from gradwire.report import bars, loss, scatter, speed
 from gradwire.report.advice import Advice, advise
 from gradwire.report.columns import columns, name, notes
 from gradwire.report.crossover import crossovers
+from gradwire.report.document import document
 from gradwire.report.markup import Markup, join, tag
 from gradwire.report.style import style
 from gradwire.report.summary import Group, Summary
 from gradwire.report.words import heading, origin
 
 TITLE = "gradwire: does compression pay?"
-NO_NETWORK = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-"""The browser itself refuses every request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,20 +34,8 @@ class Finding:
 
 def to_html(summary: Summary, found: Finding | None = None) -> str:
     """The whole page."""
-    head = tag(
-        "head",
-        tag("meta", charset="utf-8"),
-        tag("meta", http_equiv="Content-Security-Policy", content=NO_NETWORK),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("meta", name="color-scheme", content="light dark"),
-        tag("title", TITLE),
-        tag("link", rel="icon", href="data:,"),
-        tag("style", Markup(style(len(summary.groups)))),
-    )
-    body = tag(
-        "body", tag("a", "Skip to the table", href="#table", class_="skip"), _main(summary, found), _footer(summary)
-    )
-    return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
+    skip = tag("a", "Skip to the table", href="#table", class_="skip")
+    return document(TITLE, style(len(summary.groups)), skip, _main(summary, found), _footer(summary))
 
 
 def _main(summary: Summary, found: Finding | None) -> Markup:
