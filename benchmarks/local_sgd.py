@@ -45,7 +45,18 @@ def ways(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The baseline, then every combination asked for."""
     yield {"kind": "ddp", "exchange": "bf16"}
     for kind, every, exchange in itertools.product(args.kinds, args.every, args.exchanges):
-        yield {"kind": kind, "every": every, "exchange": exchange, "fragments": args.fragments}
+        yield {
+            "kind": kind,
+            "every": every,
+            "exchange": exchange,
+            "fragments": args.fragments,
+            "outer": outer(kind, args),
+        }
+
+
+def outer(kind: str, args: argparse.Namespace) -> dict[str, float]:
+    """What only DiLoCo has."""
+    return {"outer_lr": args.outer_lr, "outer_momentum": args.outer_momentum} if kind == "diloco" else {}
 
 
 def measured(workload: Workload, way: Mapping[str, Any], steps: int) -> dict[str, float]:
@@ -71,7 +82,7 @@ def trained(workload: Workload, way: Mapping[str, Any], steps: int) -> tuple[tor
     optimizer = workload.optimizer(model)
     kind = {"local": LocalSGD, "diloco": DiLoCo}[way["kind"]]
     settings = {key: way[key] for key in ("every", "exchange", "fragments")}
-    with kind(model, optimizer, delay=min(1, way["every"] - 1), **settings) as rounds:
+    with kind(model, optimizer, delay=min(1, way["every"] - 1), **settings, **way["outer"]) as rounds:
         train(workload, model, optimizer, steps)
     stats = rounds.hook.stats()
     return model, stats.sent_bytes * stats.steps
@@ -112,6 +123,8 @@ def parse_args(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--exchanges", nargs="+", default=["exact", "int4:feedback=true"])
     parser.add_argument("--kinds", nargs="+", choices=["local", "diloco"], default=["local", "diloco"])
     parser.add_argument("--fragments", type=int, default=4)
+    parser.add_argument("--outer-lr", type=float, default=0.7, help="DiLoCo's")
+    parser.add_argument("--outer-momentum", type=float, default=0.9, help="DiLoCo's")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--mbit", type=float, default=100.0)
     parser.add_argument("--limit-s", type=float, default=3600.0, help="give up after so long")
