@@ -94,7 +94,7 @@ def test_a_rehearsal_can_begin_after_the_warm_up():
 
 def test_what_nobody_could_run_is_refused():
     big = torch.empty((1024, 4096), device="meta")
-    with pytest.raises(SpecError, match="on 4096 ranks one chunk would receive 4 GB; use shots=auto, or fewer ranks"):
+    with pytest.raises(SpecError, match="on 4096 ranks one chunk would receive 17 GB; use shots=auto, or fewer ranks"):
         rehearse(exchange("int8:shots=one"), [segments_of([big], ["big"])], 4096)
 
 

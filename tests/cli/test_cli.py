@@ -87,7 +87,7 @@ def test_a_short_demo(tmp_path):
 @pytest.mark.parametrize(
     ("number", "moment"),
     [
-        (signal.SIGINT, "step"),
+        pytest.param(signal.SIGINT, "step", marks=pytest.mark.thorough),
         (signal.SIGTERM, "warming up"),
         pytest.param(signal.SIGKILL, "step", marks=pytest.mark.thorough),
     ],

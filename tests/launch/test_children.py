@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 import os, subprocess, sys
 import torch
@@ -34,6 +36,7 @@ def test_the_error_of_such_a_rank_is_told_and_its_traceback_comes_once(tmp_path)
     assert done.stderr.endswith("gradwire: error: rank 1 failed, see above: ValueError: this rank has a problem\n")
 
 
+@pytest.mark.thorough
 def test_such_a_rank_that_only_lost_another_says_nothing(tmp_path):
     done = run(tmp_path, failing="0")
     assert done.returncode == 1

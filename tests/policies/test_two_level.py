@@ -12,7 +12,7 @@ from gradwire.testing.contracts import EXCHANGE_CHECKS, gaussian
 CASES = [
     ("two_level:inside=exact,across=int8,node=2", 4),
     ("two_level:inside=exact,across=int4:exempt=none;feedback=true,node=2", 4),
-    ("two_level:inside=bf16,across=int4,node=2", 4),
+    pytest.param("two_level:inside=bf16,across=int4,node=2", 4, marks=pytest.mark.thorough),
     ("two_level:inside=exact,across=fp16:feedback=true,node=2", 2),
     ("two_level:inside=exact,across=exact,node=1", 3),
     ("two_level:inside=fp16,across=sign,node=3", 3),
