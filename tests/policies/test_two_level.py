@@ -12,7 +12,7 @@ from gradwire.testing.contracts import EXCHANGE_CHECKS, gaussian
 CASES = [
     ("two_level:inside=exact,across=int8,node=2", 4),
     ("two_level:inside=exact,across=int4:exempt=none;feedback=true,node=2", 4),
-    pytest.param("two_level:inside=bf16,across=int4,node=2", 4, marks=pytest.mark.thorough),
+    ("two_level:inside=bf16,across=int4,node=2", 4),
     ("two_level:inside=exact,across=fp16:feedback=true,node=2", 2),
     ("two_level:inside=exact,across=exact,node=1", 3),
     ("two_level:inside=fp16,across=sign,node=3", 3),
@@ -20,7 +20,9 @@ CASES = [
 
 
 @pytest.mark.parametrize("check", EXCHANGE_CHECKS, ids=lambda check: check.__name__)
-@pytest.mark.parametrize(("spec", "size"), CASES)
+@pytest.mark.parametrize(
+    ("spec", "size"), [pytest.param(*case, marks=pytest.mark.thorough if "bf16" in case[0] else ()) for case in CASES]
+)
 def test_contract(spec, size, check):
     if check.__name__ == "check_traffic":
         return  # inside a node bytes are cheap, and there are more of them: see below for what crosses
