@@ -18,6 +18,7 @@ FLAGS = (
     "--remote-debugging-pipe",
 )
 NAMES = ("chromium", "chromium-browser", "google-chrome")
+WIDTHS = {"desk": 1200, "tablet": 700, "phone": 360, "small phone": 320}
 
 
 class Browser:

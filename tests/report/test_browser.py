@@ -4,11 +4,10 @@ import pytest
 
 from gradwire.report import summarise, to_html
 
-from .browser import Browser
+from .browser import WIDTHS
 from .kit import runs
 
 pytestmark = pytest.mark.browser
-WIDTHS = {"desk": 1200, "tablet": 700, "phone": 360, "small phone": 320}
 LUMINANCE = """
 (selector, property) => {
   const colour = getComputedStyle(document.querySelector(selector))[property];
@@ -16,13 +15,6 @@ LUMINANCE = """
   return (0.2126 * r + 0.7152 * g + 0.0722 * b) / 255;
 }
 """
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    made = Browser(tmp_path_factory.mktemp("profile"))
-    yield made
-    made.close()
 
 
 @pytest.fixture(scope="module")

@@ -5,11 +5,10 @@ import pytest
 from gradwire.advisor.simulate import picks
 from gradwire.report.winners import to_html
 
-from .browser import Browser
+from .browser import WIDTHS
 from .outlooks import LIMITS, SCENE, outlooks
 
 pytestmark = pytest.mark.browser
-WIDTHS = {"desk": 1200, "tablet": 700, "phone": 360, "small phone": 320}
 SHOWN = "[...document.querySelectorAll('.winners')].filter(e => e.offsetParent)"
 CELLS = f"[...{SHOWN}[0].querySelectorAll('td')]"
 RGB = """
@@ -20,13 +19,6 @@ RGB = """
   return [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3);
 }
 """
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    made = Browser(tmp_path_factory.mktemp("profile"))
-    yield made
-    made.close()
 
 
 @pytest.fixture(scope="module")
