@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import time
@@ -77,12 +76,9 @@ def parse_args() -> argparse.Namespace:
 def run_cell(workload: str, rate: str, args: argparse.Namespace) -> dict[str, Any]:
     """All hooks, on hosts that shape their own sending."""
     job = {"workload": workload} | {key: getattr(args, key) for key in ("bucket_mb", "hooks", "rounds", "seconds")}
-    cores = os.cpu_count() or 1
     shaped = None if rate == "none" else rate
     with netns.hosts(args.ranks, shaped) as names, progress(sys.stderr, f"{workload}, {rate}") as report:
-        prefixes = [
-            ["ip", "netns", "exec", name, "taskset", "-c", str(rank % cores)] for rank, name in enumerate(names)
-        ]
+        prefixes = [netns.on_host(name, rank) for rank, name in enumerate(names)]
         env = {"GLOO_SOCKET_IFNAME": netns.INTERFACE}
         told: dict[str, Any] = run_ranks(
             "advice:run", args.ranks, job, report=report, prefixes=prefixes, env=env, timeout_s=600

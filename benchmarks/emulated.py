@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -76,10 +75,7 @@ def run_cell(ranks: int, rate: str, bucket_mb: float, args: argparse.Namespace) 
     """All hooks, on `ranks` hosts that shape their own sending."""
     job = {"bucket_mb": bucket_mb, "rate": rate} | {key: getattr(args, key) for key in ("hooks", "rounds", "seconds")}
     with netns.hosts(ranks, None) as names, progress(sys.stderr, f"{ranks} hosts, {rate}") as report:
-        cores = [str(rank % (os.cpu_count() or 1)) for rank in range(ranks)]
-        prefixes = [
-            ["ip", "netns", "exec", name, "taskset", "-c", core] for name, core in zip(names, cores, strict=True)
-        ]
+        prefixes = [netns.on_host(name, rank) for rank, name in enumerate(names)]
         env = {"GLOO_SOCKET_IFNAME": netns.INTERFACE}
         rows = run_ranks("emulated:run", ranks, job, report=report, prefixes=prefixes, env=env, timeout_s=300)[0]
     return [{"ranks": ranks, "rate": rate, "bucket_mb": bucket_mb, **row} for row in rows]

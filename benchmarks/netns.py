@@ -62,6 +62,11 @@ def hosts(count: int, rate: str | None) -> Iterator[list[str]]:
         signal.signal(signal.SIGTERM, previous)
 
 
+def on_host(name: str, rank: int) -> list[str]:
+    """What a command begins with to run in a namespace, on one core."""
+    return ["ip", "netns", "exec", name, "taskset", "-c", str(rank % (os.cpu_count() or 1))]
+
+
 def _add_host(switch: str, name: str, index: int, rate: str | None) -> None:
     _run(f"ip netns add {name}")
     _run(f"ip -n {switch} link add port{index} type veth peer name {INTERFACE} netns {name}")

@@ -113,8 +113,7 @@ def launch(names: list[str], hooks: list[str], args: argparse.Namespace, limit_s
 
 def start_rank(name: str, rank: int, job: Path) -> subprocess.Popen[str]:
     """A rank in its namespace, on one core."""
-    core = str(rank % (os.cpu_count() or 1))
-    command = ["ip", "netns", "exec", name, "taskset", "-c", core, sys.executable, __file__]
+    command = [*netns.on_host(name, rank), sys.executable, __file__]
     env = {**os.environ, **KEEP_MEMORY, "GLOO_SOCKET_IFNAME": netns.INTERFACE, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         [*command, "--rank", str(rank), "--job", str(job)],

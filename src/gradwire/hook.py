@@ -18,7 +18,7 @@ from gradwire.comm import Comm, gather_texts
 from gradwire.errors import ExchangeError, RegisterError, StateError
 from gradwire.exchanges import Exact, Exchange, exchange
 from gradwire.feedback import Residuals
-from gradwire.runner import Job, Runner
+from gradwire.runner import Job, Runner, new_future
 from gradwire.stats import Meter, Stats
 from gradwire.verify import Verification, verify
 
@@ -270,6 +270,6 @@ def _job(exchange: Exchange, bucket: Bucket, residual: Tensor | None, scale: Cal
 
 
 def _done(flat: Tensor) -> Future[Tensor]:
-    future: Future[Tensor] = Future() if flat.device.type == "cpu" else Future(devices=[flat.device])
+    future = new_future(flat.device)
     future.set_result(flat)
     return future

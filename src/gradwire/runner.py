@@ -35,8 +35,6 @@ THREADS = 4
 KICK_S = 0.005
 """An idle wire is worth this much of the backward thread's time: on a busy core, a worker it has just woken would get
 neither the GIL nor the core before a whole time slice has passed."""
-
-
 AT_CLOSE_S = 20
 AT_EXIT_S = 1
 """How long threads may take to end what is queued. A process must not leave while one is inside torch: the thread would
@@ -209,6 +207,11 @@ class LaneRunner:
         return cause
 
 
+def new_future(device: torch.device) -> Future[Tensor]:
+    """For a result on `device`: on an accelerator, whoever waits for it waits on its stream."""
+    return Future() if device.type == "cpu" else Future(devices=[device])
+
+
 def _stop(jobs: queue.SimpleQueue[Any], threads: Sequence[threading.Thread], timeout_s: float) -> None:
     """Let queued jobs end, then the threads, but do not wait longer than that."""
     for _ in threads:
@@ -245,7 +248,7 @@ class StreamRunner:
         """Enqueue the jobs now."""
         if self._closed:
             raise ExchangeError("this hook is closed; build DDP anew and register again to go on training")
-        future: Future[Tensor] = Future() if self._stream is None else Future(devices=[self._device])
+        future = new_future(self._device)
         with self._side_stream(result):
             for job in jobs:
                 began = time.perf_counter()

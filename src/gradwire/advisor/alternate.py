@@ -28,6 +28,7 @@ from gradwire.bucket import from_ddp
 from gradwire.ddp import make_hook
 from gradwire.errors import RegisterError
 from gradwire.exchanges import Exact
+from gradwire.runner import new_future
 
 ORDER = (True, False, False, True)
 """Whether a step communicates, over and over: a machine that grows slower does so for both kinds alike."""
@@ -118,7 +119,7 @@ class Alternating:
     def _put_aside(self, bucket: Any) -> Future[Tensor]:
         if not self._aside:  # runs at the end of the backward pass, before DDP looks for answers
             Variable._execution_engine.queue_callback(self._make_up)
-        future = self._new_future()
+        future = new_future(self._device)
         self._aside.append((bucket, future))
         self._clock.came(self, self._device)
         return future
@@ -145,12 +146,9 @@ class Alternating:
         assert work is not None
         if self._device.type != "cpu":
             return cast(Future[Tensor], work.get_future().then(lambda _: flat))
-        future = self._new_future()
+        future = new_future(self._device)
         self._waiter.submit(_settle, work, flat, future)
         return future
-
-    def _new_future(self) -> Future[Tensor]:
-        return Future() if self._device.type == "cpu" else Future(devices=[self._device])
 
     def _emulated(self, link: str) -> Mean:
         with emulate(link):
