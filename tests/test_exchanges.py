@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gradwire.bucket import make_bucket
-from gradwire.errors import SpecError
+from gradwire.errors import RegisterError, SpecError
 from gradwire.exchanges import EXCHANGES, Coded, Exact, exchange
 from gradwire.exchanges.allocate import widths_of
 from gradwire.testing import thread_ranks
@@ -221,3 +221,31 @@ def test_one_rank_keeps_its_gradient():
         assert torch.equal(
             thread_ranks(1, lambda rank, spec=spec: rank.mean(spec, [gaussian(50)]).flat)[0], gaussian(50)
         )
+
+
+@pytest.mark.parametrize("shots", ["one", "two"])
+def test_16_bit_gradients_are_added_up_in_float32(shots):
+    inputs = [gaussian(4096, seed=rank).bfloat16().view(64, 64) for rank in range(6)]
+    exact = torch.stack(inputs).double().mean(0).view(-1)
+    mean = thread_ranks(6, lambda rank: rank.mean(f"bf16:shots={shots}", [inputs[rank.rank]]).flat)[0].double()
+    assert float((mean - exact).norm()) <= 1.1 * float((exact.bfloat16() - exact).norm())
+
+
+def test_a_huge_step_does_not_end_allocation():
+    def run(rank):
+        hook = rank.hook("int4:allocate=true")
+        for scale in (1e20, 1.0, 1.0):
+            hook.mean(make_bucket([gaussian(4096, seed=rank.rank, scale=scale).view(64, 64)])).wait()
+        return [energy for kept in hook.state_dict()["memory"].values() for energy in kept.values()]
+
+    assert all(torch.isfinite(energy).all() for energy in thread_ranks(2, run)[0])
+
+
+def test_long_specs_that_differ_at_their_end_are_told_apart():
+    names = "|".join(f"layer{index}" for index in range(60))
+
+    def run(rank):
+        with pytest.raises(RegisterError, match="all ranks must ask for the same hook"):
+            rank.hook(f"int8:exempt={names}{rank.rank}")
+
+    thread_ranks(2, run)

@@ -21,15 +21,25 @@ def test_residuals_follow_their_parameters_to_new_buckets():
     again = residuals.of(make_bucket([torch.zeros(3), torch.zeros(2), torch.zeros(1)], ["b", "a", "c"]))
     assert again.tolist() == [2, 3, 4, 0, 1, 0]
     again.add_(1)
-    assert residuals.by_name()["a"].tolist() == [1, 2]
-    assert len(residuals) == 3
+    assert {name: owed.tolist() for name, owed in residuals.by_name().items()} == {
+        "a": [1, 2],
+        "b": [3, 4, 5],
+        "c": [1],
+    }
 
 
-def test_take_pays_the_debt_once():
+def test_what_is_due_is_due_until_every_chunk_is_paid():
     residuals, bucket = Residuals(), make_bucket([torch.zeros(2)], ["a"])
+    assert residuals.due(bucket) is None
     residuals.of(bucket).fill_(5)
-    assert residuals.take(bucket).tolist() == [5, 5]
-    assert residuals.take(bucket) is None
+    yes, no = torch.tensor(True), torch.tensor(False)
+    for flags in ([yes, no], []):
+        owed, paid = residuals.due(bucket)
+        assert owed.tolist() == [5, 5]
+        paid.extend(flags)
+    residuals.due(bucket)[1].extend([yes, yes])
+    assert not residuals.by_name()
+    assert residuals.due(bucket) is None
     assert residuals.of(bucket).tolist() == [0, 0]
 
 
@@ -136,3 +146,50 @@ def test_inf_does_not_enter_the_residual():
         return hook.state_dict()["residuals"]["0"]
 
     assert all(not residual.any() for residual in thread_ranks(2, run))
+
+
+def test_a_debt_outlives_a_step_with_an_inf_after_a_switch():
+    def run(rank):
+        hook = rank.hook("topk:exempt=none")
+        run_steps(rank, hook, [0])
+        owed = hook.state_dict()["residuals"]["0"]
+        hook.switch("exact")
+        bad = gaussian(500, seed=1)
+        bad[3] = math.inf
+        hook.mean(make_bucket([bad])).wait()
+        kept = hook.state_dict()["residuals"]["0"]
+        paid = make_bucket([torch.zeros(500)])
+        hook.mean(paid).wait()
+        return owed, kept, paid.flat, hook.state_dict()["residuals"]
+
+    outcomes = thread_ranks(2, run)
+    for owed, kept, paid, left in outcomes:
+        assert owed.any()
+        assert torch.equal(owed, kept)
+        torch.testing.assert_close(paid, (outcomes[0][0] + outcomes[1][0]) / 2)
+        assert not left
+
+
+def test_what_16_bits_cannot_hold_is_owed_all_the_same():
+    """A value that is never sent adds up, also where gradient and debt together would round to the debt."""
+
+    def run(rank):
+        hook, steps = rank.hook("topk:ratio=0.01,exempt=none,block=1024"), 300
+        grad = torch.zeros(32, 32)
+        grad[0, :10], grad[5, 5] = 1e6, 1.0
+        for _ in range(steps):
+            hook.mean(make_bucket([grad.bfloat16()])).wait()
+        return hook.state_dict()["residuals"]["0"].view(32, 32)[5, 5].item()
+
+    assert thread_ranks(2, run) == [300.0, 300.0]
+
+
+def test_a_state_of_another_hook_is_named(caplog):
+    state = thread_ranks(1, lambda rank: (hook := rank.hook(SPEC), run_steps(rank, hook, [0]), hook.state_dict())[2])[0]
+    state["residuals"] = {"0": torch.ones(500)}
+
+    def run(rank):
+        rank.hook("exact").load_state_dict(state)
+
+    thread_ranks(1, run)
+    assert f"the checkpoint is of '{SPEC}', this hook is 'exact'" in caplog.text

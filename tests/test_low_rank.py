@@ -469,3 +469,25 @@ def test_scale_state_refuses(factor):
 def test_bad_options(spec, said):
     with pytest.raises(SpecError, match=said.replace("(", r"\(")):
         exchange(spec)
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "shape"),
+    [
+        ("powersgd:rank=1", "powersgd:rank=4", (16, 16)),
+        ("powersgd:rank=8,batched=true,min_compression=0.1",) * 2 + ((4, 5),),
+    ],
+)
+def test_a_hook_takes_its_own_checkpoint(first, then, shape):
+    """Also where a switch has made a matrix not worth it, and where a bucket has fewer rows than `rank`."""
+
+    def main(rank):
+        hook = rank.hook(first)
+        averaged(hook, matrix(rank.rank, *shape))
+        hook.switch(then)
+        averaged(hook, matrix(rank.rank, *shape))
+        model = [("0", torch.zeros(shape))]
+        exchange(then).check_memory(hook.state_dict()["memory"], model)
+        return True
+
+    assert all(thread_ranks(2, main))

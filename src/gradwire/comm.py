@@ -167,9 +167,12 @@ class TracedComm:
         return _traced.all_to_all_single(tensor, None, None, self.group)
 
 
+MOST_BYTES = 255
+
+
 def gather_texts(comm: Comm, text: str, device: torch.device) -> list[str]:
-    """What every rank says, in the order of the ranks. Only the first 255 bytes travel."""
-    said = torch.frombuffer(bytearray(text.encode()[:255].ljust(256, b"\0")), dtype=torch.uint8).to(device)
+    """What every rank says, in the order of the ranks. Only the first `MOST_BYTES` travel."""
+    said = torch.frombuffer(bytearray(text.encode()[:MOST_BYTES].ljust(256, b"\0")), dtype=torch.uint8).to(device)
     return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in comm.all_gather(said).cpu()]
 
 

@@ -45,7 +45,7 @@ def register(
     first step.
     """
     if (settings := auto(spec, **options)) is not None:
-        hook = attach(model, Exact(), chunk_bytes=chunk_bytes)
+        hook = attach(model, Exact(), chunk_bytes=chunk_bytes, asked=str(settings))
         hook.pilot = Pilot(hook, settings) if hook.size > 1 else None
         return hook
     return attach(model, exchange(spec, **options), chunk_bytes=chunk_bytes)
@@ -57,19 +57,20 @@ def attach(
     *,
     group: dist.ProcessGroup | None = None,
     chunk_bytes: int | None = None,
+    asked: str | None = None,
 ) -> Hook:
     """Give `model` a hook that averages over `group`, by default the model's own."""
-    _check_model(model)
+    _check_model(model, asked or str(exchange))
     _check_parameters(model)
     if chunk_bytes is not None and (not isinstance(chunk_bytes, int) or chunk_bytes < 1024):
         raise SpecError(f"chunk_bytes must be a whole number of at least 1024, got {chunk_bytes!r}")
-    if not getattr(exchange, "traceable", True) and getattr(model, "_use_python_reducer", False):
-        raise RegisterError(
-            f"{exchange} keeps state between steps, which DDP's compiled reducer has no place for; set "
-            "torch._dynamo.config.optimize_ddp = 'ddp_optimizer' before building the model, or use another hook"
-        )
-    hook = make_hook(exchange, group or model.process_group, _device(model), chunk_bytes, _named_parameters(model))
-    carried = _Carried(hook, model)
+    traced = getattr(model, "_use_python_reducer", False)
+    if traced and asked is not None:
+        raise RegisterError(f"{asked} counts steps, which DDP's compiled reducer does not show; name a hook instead")
+    group = group or model.process_group
+    params = _named_parameters(model)
+    hook = make_hook(exchange, group, _device(model), chunk_bytes, params, asked=asked, traced=traced)
+    carried = _Carried(hook, model, group)
     try:
         model.register_comm_hook(carried, gradwire_hook)
     except RuntimeError as error:
@@ -84,8 +85,11 @@ def make_hook(
     device: torch.device,
     chunk_bytes: int | None = None,
     params: Callable[[], Iterable[tuple[str, Tensor]]] = tuple,
+    *,
+    asked: str | None = None,
+    traced: bool = False,
 ) -> Hook:
-    """A hook over a process group, not tied to any model. All ranks of the group together."""
+    """A hook over a process group, not tied to any model. All ranks of the group together. See `Hook`."""
     runner = _runner(group, device)
     try:
         return Hook(
@@ -96,6 +100,8 @@ def make_hook(
             device=device,
             chunk_bytes=chunk_bytes,
             params=params,
+            asked=asked,
+            traced=traced,
         )
     except BaseException:
         runner.close()
@@ -110,9 +116,9 @@ def gradwire_hook(state: "_Carried", bucket: GradBucket) -> torch.futures.Future
 class _Carried:
     """The state DDP carries: the hook, and a weak reference to the model, so that both can be collected."""
 
-    def __init__(self, hook: Hook, model: DistributedDataParallel) -> None:
+    def __init__(self, hook: Hook, model: DistributedDataParallel, group: dist.ProcessGroup) -> None:
         self.hook = hook
-        self.group = model.process_group
+        self.group = group
         self._model = weakref.ref(model)
         self._names = {param: name for name, param in model.module.named_parameters()}
         self._live = True
@@ -125,9 +131,9 @@ class _Carried:
             return cast(Future[Tensor], traced_mean(self.hook.exchange, self.group, *bucket))
         ours = from_ddp(bucket, lambda param: self._names[param])
         pilot = self.hook.pilot
+        if pilot is not None and self.hook.opens_step(ours):
+            pilot.on_step()
         if self.hook.begin(ours):
-            if pilot is not None:
-                pilot.on_step()
             self._scale = self._count_live()
         if pilot is not None:
             pilot.on_bucket(ours)
@@ -199,7 +205,7 @@ def _backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     return str(group._get_backend(device).name()).lower()
 
 
-def _check_model(model: object) -> None:
+def _check_model(model: object, asked: str) -> None:
     if not isinstance(model, DistributedDataParallel):
         raise RegisterError(
             f"register() takes a torch.nn.parallel.DistributedDataParallel, got {type(model).__name__}; wrap the model "
@@ -212,7 +218,7 @@ def _check_model(model: object) -> None:
         if isinstance(carried, _Carried):
             raise RegisterError(
                 f"this model already has the gradwire hook {str(carried.hook.exchange)!r}, and DDP takes one hook for "
-                "life; to change it use switch() of the Hook that register() returned, as in hook.switch('bf16')"
+                f"life; to change it use switch() of the Hook that register() returned, as in hook.switch({asked!r})"
             )
         name = getattr(model._comm_hooks[0][0], "__qualname__", "?")
         raise RegisterError(

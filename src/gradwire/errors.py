@@ -15,6 +15,11 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+CLOSED = (
+    "this hook is closed; to go on training build DDP anew and register again, and call what needs the other ranks "
+    "(verify, switch) before closing"
+)
+
 
 class GradwireError(Exception):
     """Base of every error that gradwire raises on purpose."""
@@ -43,6 +48,6 @@ class StateError(GradwireError, ValueError):
 def unknown(kind: str, name: str, known: Iterable[str]) -> str:
     """The text for a name that does not exist: the nearest one, and all there are."""
     names = sorted(known)
-    near = difflib.get_close_matches(name, names, n=1)
+    near = difflib.get_close_matches(name.lower(), names, n=1)  # every name is lower-case
     hint = f" Did you mean {near[0]!r}?" if near else ""
     return f"unknown {kind} {name!r}.{hint} Available: {', '.join(names) or 'none'}"

@@ -14,23 +14,31 @@ from torch import Tensor
 
 from gradwire.bucket import Bucket
 from gradwire.errors import StateError
+from gradwire.scratch import empty
 
 
 @contextmanager
-def fed_back(flat: Tensor, residual: Tensor | None) -> Iterator[None]:
-    """Add `residual` to `flat` on entry; on exit, take the new residual back if the mean held inf or NaN.
+def fed_back(flat: Tensor, residual: Tensor | None) -> Iterator[Tensor]:
+    """Gives `flat` plus `residual` to average; on exit, takes the new residual back if the mean held inf or NaN.
 
-    The body replaces `flat` by the mean and writes what was lost into `residual`, through `keep_loss_`. A step with
-    a non-finite mean will be skipped by the optimizer, so it must leave no trace.
+    The body replaces the values by their mean and writes what was lost into `residual`, through `keep_loss_`. A chunk
+    with a non-finite mean belongs to a step that the optimizer will skip, so it must leave no trace.
     """
     if residual is None:
-        yield
+        yield flat
         return
-    before = residual.clone()
-    flat.add_(residual)
-    yield
-    finite = torch.isfinite(flat).all()
-    torch.where(finite, residual, before, out=residual)
+    before, work = residual.clone(), working_copy(flat).add_(residual)
+    yield work
+    if work is not flat:
+        flat.copy_(work)
+    torch.where(torch.isfinite(flat).all(), residual, before, out=residual)
+
+
+def working_copy(flat: Tensor) -> Tensor:
+    """The values in a type to calculate in: float32, or float64 for those who have it."""
+    if flat.dtype in (torch.float32, torch.float64):
+        return flat
+    return empty(flat.shape, torch.float32, flat.device).copy_(flat)
 
 
 class Residuals:
@@ -39,34 +47,45 @@ class Residuals:
     def __init__(self) -> None:
         self._flats: dict[tuple[str, ...], Tensor] = {}
         self._owed: dict[str, Tensor] = {}
-
-    def __len__(self) -> int:
-        return len(self._owed)
+        self._paid: dict[tuple[str, ...], list[Tensor]] = {}
+        """For buckets that `due` handed out: whether each chunk has been paid since."""
 
     def of(self, bucket: Bucket) -> Tensor:
         """The flat residual of a bucket: zeros at first, then whatever its parameters are owed."""
         key = bucket.names
+        self._paid.pop(key, None)
         if key not in self._flats:
             self._lay_out(key, bucket)
         return self._flats[key]
 
-    def take(self, bucket: Bucket) -> Tensor | None:
-        """Like `of`, but pays the debt: the values are forgotten here. None if nothing is owed."""
+    def due(self, bucket: Bucket) -> tuple[Tensor, list[Tensor]] | None:
+        """Like `of`, for an exchange that keeps none: what is still to be paid. None if that is nothing.
+
+        With it comes a list, to which each chunk adds a truth value: whether it was paid. Once all are, it is gone.
+        """
+        self._forget_paid()
         if not any(name in self._owed for name in bucket.names):
             return None
         residual = self.of(bucket)
-        for name in bucket.names:
-            del self._owed[name]
-        del self._flats[bucket.names]
-        return residual
+        self._paid[bucket.names] = []
+        return residual, self._paid[bucket.names]
+
+    def _forget_paid(self) -> None:
+        for key, paid in list(self._paid.items()):
+            if paid and all(paid):
+                self._owed = {name: owed for name, owed in self._owed.items() if name not in key}
+                del self._paid[key]
+                self._flats.pop(key, None)
 
     def by_name(self) -> dict[str, Tensor]:
         """A copy of every parameter's residual, flat, in memory order."""
+        self._forget_paid()
         return {name: owed.clone() for name, owed in self._owed.items()}
 
     def load(self, owed: Mapping[str, Tensor]) -> None:
         """Replace everything that is kept."""
         self._flats.clear()
+        self._paid.clear()
         self._owed = {name: value.detach().float().clone() for name, value in owed.items()}
 
     def scale_(self, factor: float) -> None:

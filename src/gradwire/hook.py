@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import logging
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,16 +16,18 @@ from torch.futures import Future
 
 from gradwire import checkpoint, kernels
 from gradwire.bucket import Bucket, Memory, Segment
-from gradwire.comm import Comm, gather_texts
-from gradwire.errors import ExchangeError, RegisterError, StateError
+from gradwire.comm import MOST_BYTES, Comm, gather_texts
+from gradwire.errors import CLOSED, ExchangeError, RegisterError, StateError
 from gradwire.exchanges import Exact, Exchange, exchange
-from gradwire.feedback import Residuals
-from gradwire.runner import Job, Runner, new_future
+from gradwire.feedback import Residuals, fed_back
+from gradwire.runner import Job, Runner, done
 from gradwire.stats import Meter, Stats
 from gradwire.verify import Verification, verify
 
 if TYPE_CHECKING:
     from gradwire.policies.auto import Pilot
+
+log = logging.getLogger("gradwire")
 
 
 class Hook:
@@ -42,7 +46,10 @@ class Hook:
         device: torch.device,
         chunk_bytes: int | None = None,
         params: Callable[[], Iterable[tuple[str, Tensor]]] = tuple,
+        asked: str | None = None,
+        traced: bool = False,
     ) -> None:
+        """`asked` is what the user asked for, where that is not the exchange. `traced`: for DDP's compiled reducer."""
         self.exchange = exchange
         self.rank, self.size, self.device = rank, size, device
         self.runner = runner
@@ -55,21 +62,29 @@ class Hook:
         """Who chooses the exchange, under the spec `auto`."""
         self._chunk_bytes = chunk_bytes
         self._params = params
+        self._traced = traced
         self._residuals = Residuals()
         self._memory: Memory = {}
         self._meter = Meter()
         self._close = weakref.finalize(self, runner.close)
-        self._enter(exchange)
+        self._close.atexit = False  # the runner has its own way to go
+        self._enter(exchange, asked or str(exchange))
 
     # -- averaging ---------------------------------------------------------------------------------------------
 
     def begin(self, bucket: Bucket) -> bool:
         """Count a bucket. True if it opens a step."""
-        self.layouts[bucket.index] = bucket.segments
         first = self._meter.begin(bucket.index)
+        if first:
+            self.layouts.clear()
+        self.layouts[bucket.index] = bucket.segments
         if self.before_mean is not None:
             self.before_mean(bucket, first)
         return first
+
+    def opens_step(self, bucket: Bucket) -> bool:
+        """What `begin` will say. Before it, the exchange can still be changed for the whole step."""
+        return self._meter.opens_step(bucket.index)
 
     def mean(self, bucket: Bucket, scale: Callable[[], float] | None = None) -> Future[Tensor]:
         """Average a bucket in place, beside whatever the caller does next; the future's value is `bucket.flat`.
@@ -80,7 +95,7 @@ class Hook:
         if self.size == 1 or self.exchange.lanes == 0 or bucket.flat.numel() == 0:
             self._check_open()
             self._finish(bucket)
-            return _done(bucket.flat)
+            return done(bucket.flat)
         bucket = dataclasses.replace(bucket, step=max(self.steps - 1, 0), memory=self._memory)
         after = None if self.after_mean is None else lambda: self._finish(bucket)
         return self.runner.submit(self._jobs(bucket, scale), bucket.flat, self._meter.add, after)
@@ -90,7 +105,8 @@ class Hook:
             self.after_mean(bucket)
 
     def try_out(self, bucket: Bucket) -> None:
-        """Average a bucket in place and wait for it, leaving feedback and statistics alone."""
+        """Average a bucket in place and wait for it, leaving feedback and statistics alone. A warm-up is over."""
+        bucket = dataclasses.replace(bucket, step=max(self.steps, getattr(self.exchange, "warmup", 0)))
         jobs = [_job(self.exchange, chunk, None, None) for chunk in self.chunks(bucket)]
         self.runner.submit(jobs, bucket.flat, lambda *_: None).wait()
 
@@ -102,18 +118,16 @@ class Hook:
     def _jobs(self, bucket: Bucket, scale: Callable[[], float] | None) -> list[Job]:
         if bucket.flat.is_sparse:
             return [_job(Exact(), bucket, None, scale)]
-        residual, chunks = self._residual(bucket), self.chunks(bucket)
+        chunks, exchange = self.chunks(bucket), self.exchange
         sizes = [chunk.flat.numel() for chunk in chunks]
-        parts = [None] * len(chunks) if residual is None else residual.split(sizes)
-        return [_job(self.exchange, *pair, scale) for pair in zip(chunks, parts, strict=True)]
-
-    def _residual(self, bucket: Bucket) -> Tensor | None:
-        if self.exchange.takes_residual:
-            return self._residuals.of(bucket)
-        owed = self._residuals.take(bucket)  # from before a switch: pay it now
-        if owed is not None:
-            bucket.flat.add_(owed)
-        return None
+        if exchange.takes_residual:
+            parts = self._residuals.of(bucket).split(sizes)
+            return [_job(exchange, *pair, scale) for pair in zip(chunks, parts, strict=True)]
+        if (due := self._residuals.due(bucket)) is not None:  # from before a switch
+            residual, paid = due
+            parts = residual.split(sizes)
+            return [_paying_job(exchange, *pair, paid, scale) for pair in zip(chunks, parts, strict=True)]
+        return [_job(exchange, chunk, None, scale) for chunk in chunks]
 
     def chunks(self, bucket: Bucket) -> list[Bucket]:
         """Equal parts near the wanted size, cut at whole blocks of every shard, or between tensors."""
@@ -155,7 +169,7 @@ class Hook:
     def go_on_with(self, new: Exchange) -> None:
         """The part of `switch` that `auto` uses too."""
         self._check_open()
-        self._enter(new)
+        self._enter(new, str(new))
         self.exchange = new
         self._meter.reset()
 
@@ -177,16 +191,26 @@ class Hook:
         Only the sum of the residuals over the ranks matters, so on another number of ranks each starts from
         sum / ranks. Refused states leave the hook as it was.
         """
-        states = [state] if isinstance(state, Mapping) else list(state)
+        states = [state] if isinstance(state, Mapping) else list(state or ())
         step, residuals = checkpoint.unpack(states, self.rank, self.size)
         checkpoint.check_shapes(residuals, self._params())
         memory = checkpoint.copy_of(states[0].get("memory", {}), self.device)
         checkpoint.check_names(memory, self._params())
         if (check_memory := getattr(self.exchange, "check_memory", None)) is not None:
             check_memory(memory, list(self._params()))
+        self._tell_if_other(states[0])
         self._residuals.load({name: value.to(self.device) for name, value in residuals.items()})
         self._memory = memory
         self._meter.total_steps = step
+
+    def _tell_if_other(self, state: Mapping[str, Any]) -> None:
+        saved, keeps = state.get("hook"), state.get("residuals") or state.get("memory")
+        if keeps and saved != str(self.exchange) and self.pilot is None:
+            log.warning(
+                "the checkpoint is of %r, this hook is %r: what that owes is paid, what else it knows is left alone",
+                saved,
+                str(self.exchange),
+            )
 
     def scale_state(self, factor: float) -> None:
         """Multiply what feedback keeps, when the gradients' unit changes: new loss scale / old, say."""
@@ -205,8 +229,13 @@ class Hook:
 
     # -- machinery ---------------------------------------------------------------------------------------------
 
-    def _enter(self, new: Exchange) -> None:
+    def _enter(self, new: Exchange, asked: str) -> None:
         """Make sure that all ranks mean the same exchange, and make its lanes."""
+        if self._traced and not getattr(new, "traceable", True):
+            raise RegisterError(
+                f"{new} keeps state between steps, which DDP's compiled reducer has no place for; set "
+                "torch._dynamo.config.optimize_ddp = 'ddp_optimizer' before building the model, or use another hook"
+            )
         check, warm_up = getattr(new, "check", None), getattr(new, "warm_up", None)
         if check is not None:
             check(list(self._params()))
@@ -218,13 +247,14 @@ class Hook:
         if warm_up is not None:
             warm_up(self.device)
         self.runner.open(1)
-        self.agree("hook", str(new))
+        self.agree("hook", asked)
         if getattr(new, "same_kernels", False):
             self.agree("kernels (numba installed, or not)", "numba" if kernels.load() else "torch")
         self.agree("chunk_bytes", str(self._chunk_bytes or "default"))
         if levels is not None:
             self.agree("ranks of a node", str(levels.node))
-        self.runner.open(new.lanes, levels)
+        self.runner.open(new.lanes)
+        self.runner.split(levels)
 
     def gather(self, values: Tensor) -> Tensor:
         """(n,) on each rank -> (size, n). All ranks together, between steps."""
@@ -237,6 +267,8 @@ class Hook:
     def agree(self, what: str, text: str) -> None:
         """Raise RegisterError unless all ranks say the same text. All ranks together."""
         said: list[str] = []
+        if len(text.encode()) > MOST_BYTES:  # so that a difference in the end shows too
+            text = f"{text[: MOST_BYTES // 2]}... ({hashlib.sha256(text.encode()).hexdigest()[:16]})"
         self.runner.run(lambda comm: said.extend(gather_texts(comm, text, self.device)))
         if len(set(said)) > 1:
             told = ", ".join(f"rank {rank} {other!r}" for rank, other in enumerate(said))
@@ -254,7 +286,7 @@ class Hook:
 
     def _check_open(self) -> None:
         if self.closed:
-            raise ExchangeError("this hook is closed; build DDP anew and register again to go on training")
+            raise ExchangeError(CLOSED)
 
     def __repr__(self) -> str:
         return f"<gradwire.Hook {self.exchange} rank={self.rank} size={self.size} steps={self.steps}>"
@@ -269,7 +301,17 @@ def _job(exchange: Exchange, bucket: Bucket, residual: Tensor | None, scale: Cal
     return job
 
 
-def _done(flat: Tensor) -> Future[Tensor]:
-    future = new_future(flat.device)
-    future.set_result(flat)
-    return future
+def _paying_job(
+    exchange: Exchange, bucket: Bucket, owed: Tensor, paid: list[Tensor], scale: Callable[[], float] | None
+) -> Job:
+    """For an exchange that keeps no residual. What could not be paid, as the mean is not finite, stays owed."""
+
+    def job(comm: Comm) -> None:
+        with fed_back(bucket.flat, owed) as work:
+            exchange.mean_(dataclasses.replace(bucket, flat=work), comm)
+            owed.zero_()
+        paid.append(torch.isfinite(bucket.flat).all())
+        if scale is not None:
+            bucket.flat.mul_(scale())
+
+    return job

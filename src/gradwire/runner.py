@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from gradwire.comm import Comm, Levels, Traffic, inline_comm, level_groups
-from gradwire.errors import ExchangeError
+from gradwire.errors import CLOSED, ExchangeError
 from gradwire.lanes import Lanes
 from gradwire.scratch import Scratch
 
@@ -35,6 +35,7 @@ THREADS = 4
 KICK_S = 0.005
 """An idle wire is worth this much of the backward thread's time: on a busy core, a worker it has just woken would get
 neither the GIL nor the core before a whole time slice has passed."""
+LEFT_NO_WORD = "it left no word, so it was probably killed; look at the other ranks' logs"
 AT_CLOSE_S = 20
 AT_EXIT_S = 1
 """How long threads may take to end what is queued. A process must not leave while one is inside torch: the thread would
@@ -44,8 +45,11 @@ come back to an interpreter that is gone, and abort the process."""
 class Runner(Protocol):
     """Runs jobs in the order of submission, the same on every rank."""
 
-    def open(self, lanes: int, levels: Levels | None = None) -> None:
-        """Get ready for jobs of up to `lanes` collectives, and for those of both levels. All ranks together."""
+    def open(self, lanes: int) -> None:
+        """Get ready for jobs of up to `lanes` collectives. All ranks together."""
+
+    def split(self, levels: Levels | None) -> None:
+        """Get ready for jobs of two levels, or of one. All ranks together."""
 
     def submit(
         self, jobs: Sequence[Job], result: Tensor, report: Report, after: Callable[[], None] | None = None
@@ -113,9 +117,12 @@ class LaneRunner:
             thread.start()
         self._at_exit = weakref.finalize(self, _stop, self._jobs, self._threads, AT_EXIT_S)
 
-    def open(self, lanes: int, levels: Levels | None = None) -> None:
+    def open(self, lanes: int) -> None:
         """Make the lanes that are missing; no job may be under way."""
         self.lanes.open(lanes, self._next_ticket)
+
+    def split(self, levels: Levels | None) -> None:
+        """Make the lanes of both levels, or drop them; no job may be under way."""
         self.lanes.split(levels, self._next_ticket)
 
     def submit(
@@ -136,6 +143,7 @@ class LaneRunner:
 
     def run(self, job: Job) -> None:
         """Run one job in its turn and wait; its error comes out as it is."""
+        self._check_usable()
         try:
             self.submit([job], torch.empty(0), lambda *_: None).wait()
         except RuntimeError:
@@ -152,7 +160,7 @@ class LaneRunner:
 
     def _check_usable(self) -> None:
         if self._closed:
-            raise ExchangeError("this hook is closed; build DDP anew and register again to go on training")
+            raise ExchangeError(CLOSED)
         if self._error is not None:
             told = f"{type(self._error).__name__}: {self._error}"
             raise ExchangeError(f"this hook stopped at an earlier error: {told}") from self._error
@@ -201,8 +209,12 @@ class LaneRunner:
         lost = isinstance(error, RuntimeError) and "gloo" in str(error)
         if not lost:
             return error
-        blame = self.lanes.blame() or "it left no word, so it was probably killed; look at the other ranks' logs"
-        cause = ExchangeError(f"another rank failed, so rank {self.lanes.rank} stops too ({blame}) [{error}]")
+        blame = self.lanes.blame()
+        if not blame and "timed out" in str(error).lower():
+            told = "no other rank came in time: one is slow or stuck, or did not run this backward pass"
+        else:
+            told = f"another rank failed ({blame or LEFT_NO_WORD})"
+        cause = ExchangeError(f"{told}; so rank {self.lanes.rank} stops too [{error}]")
         cause.__cause__ = error
         return cause
 
@@ -210,6 +222,13 @@ class LaneRunner:
 def new_future(device: torch.device) -> Future[Tensor]:
     """For a result on `device`: on an accelerator, whoever waits for it waits on its stream."""
     return Future() if device.type == "cpu" else Future(devices=[device])
+
+
+def done(result: Tensor) -> Future[Tensor]:
+    """A future that has its result."""
+    future = new_future(result.device)
+    future.set_result(result)
+    return future
 
 
 def _stop(jobs: queue.SimpleQueue[Any], threads: Sequence[threading.Thread], timeout_s: float) -> None:
@@ -238,8 +257,11 @@ class StreamRunner:
         self._stream = None if device.type == "cpu" else torch.Stream(device=device)
         self._closed = False
 
-    def open(self, lanes: int, levels: Levels | None = None) -> None:
-        """One group serves all; each level has its own."""
+    def open(self, lanes: int) -> None:
+        """One group serves all."""
+
+    def split(self, levels: Levels | None) -> None:
+        """Each level has a group of its own."""
         self._levels = () if levels is None else level_groups(self._group, levels)
 
     def submit(
@@ -247,7 +269,7 @@ class StreamRunner:
     ) -> Future[Tensor]:
         """Enqueue the jobs now."""
         if self._closed:
-            raise ExchangeError("this hook is closed; build DDP anew and register again to go on training")
+            raise ExchangeError(CLOSED)
         future = new_future(self._device)
         with self._side_stream(result):
             for job in jobs:

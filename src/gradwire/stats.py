@@ -57,13 +57,17 @@ class Meter:
             self._sent = self._received = self._encode = self._wire = self._decode = self._waited = 0.0
             self._called = self._ended = 0.0
 
-    def begin(self, index: int) -> bool:
-        """A bucket has arrived. True if it is the first of a step.
+    def opens_step(self, index: int) -> bool:
+        """Whether a bucket is the first of a step.
 
         A step begins when the index stops rising: the last bucket may never come (`skip_all_reduce_unused_params`).
         """
+        return index <= self._last_index or self._last_index < 0
+
+    def begin(self, index: int) -> bool:
+        """A bucket has arrived. True if it is the first of a step."""
         with self._lock:
-            first = index <= self._last_index or self._last_index < 0
+            first = self.opens_step(index)
             self._last_index = index
             if first:
                 self._close_step()

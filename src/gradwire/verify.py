@@ -53,7 +53,8 @@ def verify(hook: Hook, params: Sequence[tuple[str, Tensor]]) -> Verification:
         if averages and hook.size > 1
         else []
     )
-    worst, bound = max(errors, default=(None, None), key=lambda pair: pair[0] / pair[1])
+    alone = (0.0, 0.0) if averages else (None, None)
+    worst, bound = max(errors, default=alone, key=lambda pair: pair[0] / pair[1])
     if worst is not None and bound is not None and not worst <= bound:
         raise VerifyError(f"{name}: error {worst:.3g} of the mean is above the promised {bound:.3g}")
     return Verification(name, steps, not different, worst, bound)

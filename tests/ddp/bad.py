@@ -123,6 +123,13 @@ def ranks_that_ask_for_different_hooks(ranks: Ranks) -> None:
     assert "rank 1 'bf16:shots=two'" in text
 
 
+@check(sizes=(2,), specs=ONE)
+def auto_on_one_rank_only(ranks: Ranks) -> None:
+    """It starts as `exact`, which the other one asks for."""
+    text = refusal(ranks, "exact" if ranks.rank else "auto:max_error=0.5", RegisterError)
+    assert "'auto:max_error=0.5'" in text
+
+
 @check(sizes=UNEVEN, specs=ONE)
 def ranks_that_ask_for_different_chunks(ranks: Ranks) -> None:
     """Other chunks are other collectives: without a word the ranks would wait for each other."""

@@ -248,8 +248,15 @@ def compiled_is_refused(rank, size):
     """DDP's compiled reducer has no place for state."""
     model = DDP(layers())
     model._use_python_reducer = True
+    for spec in ("powersgd:rank=1", "topk", "int4:allocate=true", "int8:rounding=stochastic", "two_level:node=1"):
+        with pytest.raises(gradwire.RegisterError, match="keeps state between steps"):
+            gradwire.register(model, spec)
+    with pytest.raises(gradwire.RegisterError, match="auto counts steps"):
+        gradwire.register(model, "auto")
+    hook = gradwire.register(model, "int8")
     with pytest.raises(gradwire.RegisterError, match="keeps state between steps"):
-        gradwire.register(model, "powersgd:rank=1")
+        hook.switch("topk")
+    hook.close()
     with pytest.raises(gradwire.ExchangeError, match="keeps state between steps"):
         powerSGD_hook(PowerSGDState(None), (torch.ones(2), torch.ones(2)))
 

@@ -1,8 +1,9 @@
 """Auto, on a clock of the test's own: what it picks, that all ranks pick the same, and when it measures again."""
 
 import pytest
+import torch
 
-from gradwire.bucket import make_bucket
+from gradwire.bucket import Bucket, make_bucket, segments_of
 from gradwire.errors import SpecError
 from gradwire.policies.auto import MOVED, TURN_STEPS, TURNS, WARM_STEPS, WATCH, Auto, Pilot, auto
 from gradwire.testing import thread_ranks
@@ -31,8 +32,8 @@ def drive(size, settings, cost_s, steps):
         for step in range(steps):
             grad = gaussian(NUMEL, seed=10 * step + rank.rank).view(64, 64)
             bucket = make_bucket([grad])
-            hook.begin(bucket)
             hook.pilot.on_step()
+            hook.begin(bucket)
             hook.pilot.on_bucket(bucket)
             hook.mean(bucket).wait()
             specs.append(str(hook.exchange))
@@ -183,3 +184,30 @@ def test_candidates_with_options():
     assert made.specs == ["exact", "int8", "int4:block=32,exempt=none"]
     assert auto(str(made)) == made
     assert auto("int8") is None
+
+
+def test_a_model_of_sparse_gradients_alone_stays_exact():
+    def main(rank):
+        hook = rank.hook("exact")
+        hook.pilot = Pilot(hook, Auto(hooks=ALL))
+        grad = torch.sparse_coo_tensor(torch.tensor([[rank.rank]]), torch.ones(1, 4), (8, 4), check_invariants=True)
+        for _ in range(WARM_STEPS + 4):
+            bucket = Bucket(0, grad.clone(), segments_of([torch.zeros(8, 4)], ["table"]), is_last=True)
+            hook.pilot.on_step()
+            hook.begin(bucket)
+            hook.pilot.on_bucket(bucket)
+            hook.mean(bucket).wait()
+        return hook.stats().reason
+
+    assert "all gradients are sparse" in thread_ranks(2, main)[0]
+
+
+def test_a_warm_up_does_not_hide_the_error():
+    def main(rank):
+        hook = rank.hook("powersgd:rank=1,warmup=10")
+        bucket = make_bucket([gaussian(NUMEL, seed=rank.rank).view(64, 64)])
+        exact = sum(gaussian(NUMEL, seed=other) for other in range(2)) / 2
+        hook.try_out(bucket)
+        return float((bucket.flat - exact).norm() / exact.norm())
+
+    assert min(thread_ranks(2, main)) > 0.1

@@ -140,3 +140,50 @@ def test_ranks_that_disagree_on_nodes(monkeypatch):
             rank.hook(exchange(f"two_level:node={1 + rank.rank % 2}"))
 
     thread_ranks(2, main)
+
+
+def paid_by_zeros(hook, numel, steps=150):
+    """All that comes out while nothing goes in."""
+    total = torch.zeros(numel)
+    for _ in range(steps):
+        bucket = make_bucket([torch.zeros(numel).view(64, -1)])
+        hook.mean(bucket).wait()
+        total += bucket.flat
+    return total
+
+
+def test_debts_of_other_ranks_parts_are_paid_too():
+    """A merged checkpoint and a switch leave debts in all parts, not only in the one that a rank carries across."""
+    spec = "two_level:node=2,across=topk:exempt=none"
+
+    def main(rank):
+        owing = rank.hook("topk:exempt=none")
+        owing.mean(make_bucket([gaussian(4096, seed=rank.rank).view(64, 64)])).wait()
+        state = owing.state_dict(merged=True)
+        loaded = rank.hook(spec)
+        loaded.load_state_dict(state)
+        owing.switch(spec)
+        return state["residuals"]["0"] / 4, paid_by_zeros(loaded, 4096), paid_by_zeros(owing, 4096)
+
+    for owed, after_load, after_switch in thread_ranks(4, main):
+        for paid in (after_load, after_switch):
+            assert float((paid - owed).norm()) < 0.01 * float(owed.norm())
+
+
+def test_a_refused_switch_leaves_the_levels_as_they_were():
+    def main(rank):
+        hook = rank.hook("two_level:node=1,across=int8")
+        with pytest.raises(RegisterError, match="all ranks must ask for the same hook"):
+            hook.switch("int8" if rank.rank else "fp16")
+        bucket = make_bucket([torch.full((64, 64), float(rank.rank))])
+        hook.mean(bucket).wait()
+        return bucket.flat
+
+    for mean in thread_ranks(2, main):
+        torch.testing.assert_close(mean, torch.full((4096,), 0.5), rtol=0.01, atol=0)
+
+
+def test_parts_look_at_the_model_too():
+    made, params = exchange("two_level:node=1,across=int4:exempt=.*"), [("w", torch.zeros(64, 64))]
+    with pytest.raises(SpecError, match="matches all 1 parameters"):
+        made.check(params)

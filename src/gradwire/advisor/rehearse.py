@@ -133,8 +133,11 @@ class _DryRunner:
         self._levels: Levels | None = None
         self._scratch = Scratch()
 
-    def open(self, lanes: int, levels: Levels | None = None) -> None:
+    def open(self, lanes: int) -> None:
         """No lanes are needed."""
+
+    def split(self, levels: Levels | None) -> None:
+        """Nor are groups, but jobs look for their levels."""
         self._levels = levels
 
     def submit(

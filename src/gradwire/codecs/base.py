@@ -87,7 +87,7 @@ def align_of(codec: Codec) -> int:
 def decode(codec: Codec, wire: Tensor, numel: int) -> Tensor:
     """The `numel` values on `wire`, as float32."""
     check_wire(codec, wire, numel)
-    return codec.decode_(torch.empty(numel, dtype=torch.float32, device=wire.device), wire)
+    return codec.decode_(torch.empty(numel, dtype=torch.float32, device=wire.device), wire.contiguous())
 
 
 def check_wire(codec: Codec, wire: Tensor, numel: int) -> None:

@@ -31,6 +31,7 @@ def mean_of(spec: str | Exchange, group: dist.ProcessGroup | None, bucket: Bucke
     """Average a bucket on the engine of its group."""
     hook = hook_of(spec, group_of(group), bucket.flat.device)
     hook.begin(bucket)
+    hook.layouts.clear()  # an engine outlives the models it serves
     return hook.mean(bucket)
 
 

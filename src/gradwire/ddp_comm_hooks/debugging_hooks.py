@@ -7,14 +7,20 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import GradBucket
 
-from gradwire.ddp_comm_hooks._group import averaged
+from gradwire.runner import done
 
 __all__ = ["noop_hook"]
 
 
 def noop_hook(_: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Every rank keeps its own, undivided gradient: the upper limit of what any hook can gain. Not for training."""
-    return averaged("noop", None, bucket)
+    kept: torch.futures.Future[torch.Tensor] = own(bucket)
+    return kept
+
+
+def own(bucket: Any) -> Any:
+    """What is in a `GradBucket`, or in the (gradient, parameter) pair of DDP's compiled reducer, as a hook gives it."""
+    return bucket[0] if isinstance(bucket, tuple) else done(bucket.buffer())
 
 
 noop_hook.spec = "noop"  # type: ignore[attr-defined]

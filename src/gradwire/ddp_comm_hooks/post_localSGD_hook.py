@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 
 from gradwire.ddp_comm_hooks._group import averaged, group_of
+from gradwire.ddp_comm_hooks.debugging_hooks import noop_hook
 from gradwire.errors import RegisterError, SpecError, StateError
 
 __all__ = ["PostLocalSGDState", "post_localSGD_hook"]
@@ -85,7 +86,7 @@ def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> torch.fu
     if state.iter <= state.start_localSGD_iter:
         return averaged("exact", _found(state, "process_group"), bucket)
     if not state.post_local_gradient_allreduce:
-        return averaged("noop", None, bucket)
+        return noop_hook(None, bucket)
     return averaged("exact", _found(state, "subgroup"), bucket)
 
 

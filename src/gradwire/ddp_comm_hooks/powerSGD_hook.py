@@ -141,8 +141,9 @@ class PowerSGDState:
             )
         ours = from_ddp(bucket, self._name)
         hook = self._engine(ours, batched)
-        if hook.begin(ours):
+        if hook.opens_step(ours):
             self._follow_settings(hook, ours, batched)
+        hook.begin(ours)
         self._count(hook.exchange, ours)
         return hook.mean(ours)
 
@@ -151,6 +152,7 @@ class PowerSGDState:
 
     def _engine(self, bucket: Bucket, batched: bool) -> Hook:
         if self.hook is None or self.hook.closed:
+            self._saved = self._state()
             group = group_of(self.process_group)
             self.hook = make_hook(self._exchange(bucket.flat.dtype, batched), group, bucket.flat.device)
             self._resume(self.hook)
@@ -160,7 +162,7 @@ class PowerSGDState:
         wanted = self._exchange(bucket.flat.dtype, batched)
         if wanted != hook.exchange:
             hook.switch(wanted)
-        if hook.steps == self.start_powerSGD_iter + 1:
+        if hook.steps == self.start_powerSGD_iter:
             log.info("PowerSGD starts after %s steps", self.start_powerSGD_iter)
 
     def _exchange(self, dtype: torch.dtype, batched: bool) -> LowRank:

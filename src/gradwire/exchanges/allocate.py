@@ -24,6 +24,7 @@ from gradwire.kernels.torch.bits import tree_sum
 BLOCK = 256
 KEEP = 0.8
 """Of the energy that is remembered, this much is from before the last step."""
+LARGEST = torch.finfo(torch.float32).max
 CODECS: dict[int, Any] = {1: Sign(), 2: Int2(), 3: Int3(), 4: Int4(), 5: Int5(), 6: Int6(), 8: Int8()}
 _UNIT = 512
 """Widths are worked out in 512ths of a bit."""
@@ -194,6 +195,6 @@ def _remember(bucket: Bucket, coded: Sequence[Segment], x_BK: Tensor) -> None:
     for segment in coded:
         count, energy = _blocks(segment), _energy(bucket, segment)
         x = x_BK.narrow(0, row, count)
-        now = tree_sum(x * x).view(-1) * (1.0 / BLOCK)
+        now = tree_sum(x * x).view(-1).clamp(max=LARGEST) * (1.0 / BLOCK)  # one huge step must not count for ever
         energy.copy_(torch.where(energy == 1.0, now, energy * KEEP + now * (1 - KEEP)))
         row += count

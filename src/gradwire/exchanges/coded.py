@@ -78,6 +78,11 @@ class Coded:
         return bool(self.feedback)
 
     @property
+    def traceable(self) -> bool:
+        """DDP's compiled reducer has no place for what a step leaves to the next, nor for its number."""
+        return not (self.feedback or self.allocate or getattr(self.codec, "rounding", "nearest") != "nearest")
+
+    @property
     def align(self) -> int:
         """Whole blocks of the codec."""
         return BLOCK if self.allocate else align_of(self.codec)
@@ -113,9 +118,9 @@ class Coded:
             bits = codec.bits  # type: ignore[attr-defined]
             allocated_mean_(bucket, comm, bits, self.fairness, exempt, one)
             return
-        with fed_back(flat, residual):
+        with fed_back(flat, residual) as work:
             exchange_ = one_shot_ if one else two_shot_
-            exchange_(flat, self.plan(bucket, 1 if one else comm.size), codec, comm, residual)
+            exchange_(work, self.plan(bucket, 1 if one else comm.size), codec, comm, residual)
 
     def plan(self, bucket: Bucket, parts: int) -> Plan:
         """Who averages what. Codecs with blocks see one tensor at a time."""

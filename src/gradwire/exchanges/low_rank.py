@@ -33,8 +33,8 @@ from gradwire.exchanges.exempt import check_matches, check_pattern, is_exempt
 from gradwire.exchanges.matrices import Layout, Matrices, lay_out, lay_out_whole, shape_of
 from gradwire.exchanges.riders import Riders
 from gradwire.exchanges.thin import Thin
+from gradwire.feedback import working_copy
 from gradwire.kernels.torch.low_rank import Stack
-from gradwire.scratch import empty
 from gradwire.spec import changed, write
 
 Wire = Literal["fp32", "fp16", "bf16", "int8"]
@@ -117,7 +117,7 @@ class LowRank:
         if bucket.step < self.warmup or not layout.matrices:
             _exact_mean_(bucket.flat, comm, residual)
             return
-        work = _working_copy(bucket.flat)
+        work = working_copy(bucket.flat)
         self._approximate_(bucket, work, layout, comm, residual)
         if work is not bucket.flat:
             bucket.flat.copy_(work)
@@ -218,9 +218,12 @@ class LowRank:
         wrong = []
         for name, param in params:
             q, (rows, cols) = memory.get(name, {}).get(self._key), shape_of(param)
-            if q is None:
+            if q is None or not (self.batched or self._shrinks(rows, cols)):
                 continue
-            wanted = (self.rank, q.shape[-1]) if self.batched else (min(self.rank, rows, cols), cols)
+            if self.batched:  # a bucket so small that its matrix has fewer rows than `rank` is anybody's guess
+                wanted = (self.rank if q.shape[-1] > 2 * self.rank else q.shape[0], q.shape[-1])
+            else:
+                wanted = (min(self.rank, rows, cols), cols)
             if tuple(q.shape) != wanted:
                 wrong.append(f"{name} {tuple(q.shape)}, here {wanted}")
         if wrong:
@@ -269,17 +272,12 @@ def _power_step(
     return p, q, sent, finite & q.mean_(comm, codec, sent)
 
 
-def _working_copy(flat: Tensor) -> Tensor:
-    """The values in a type to calculate in: float32, or float64 for those who have it."""
-    if flat.dtype in (torch.float32, torch.float64):
-        return flat
-    return empty(flat.shape, torch.float32, flat.device).copy_(flat)
-
-
 def _exact_mean_(flat: Tensor, comm: Comm, residual: Tensor | None) -> None:
-    """The mean, and all that is owed."""
-    if residual is not None:
-        flat.add_(residual)
+    """The mean, and all that is owed, but for what 16 bits cannot hold."""
+    if residual is None:
+        all_reduce_(flat, comm)
+        return
+    total = flat + residual
+    left = total - flat.copy_(total)
     all_reduce_(flat, comm)
-    if residual is not None:
-        residual.mul_(~torch.isfinite(flat).all())
+    residual.copy_(torch.where(torch.isfinite(flat).all(), left, residual))

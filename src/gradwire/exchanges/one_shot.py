@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from gradwire.codecs import Codec
 from gradwire.comm import Comm
 from gradwire.exchanges.plan import Plan, encode_part, keep_loss_, new_wires, sum_part_
+from gradwire.scratch import empty
 
 
 def one_shot_(flat: Tensor, whole: Plan, codec: Codec, comm: Comm, residual: Tensor | None = None) -> None:
@@ -18,4 +20,12 @@ def one_shot_(flat: Tensor, whole: Plan, codec: Codec, comm: Comm, residual: Ten
     encode_part(codec, flat, part, wire)
     if residual is not None:
         keep_loss_(codec, flat, part, wire, residual.zero_())
-    sum_part_(codec, flat, part, comm.all_gather(wire), 1.0 / comm.size)
+    total = _room_for_sum(flat)
+    sum_part_(codec, total, part, comm.all_gather(wire), 1.0 / comm.size)
+    if total is not flat:
+        flat.copy_(total)
+
+
+def _room_for_sum(flat: Tensor) -> Tensor:
+    """`flat` itself, unless its type is too coarse to add up in."""
+    return flat if flat.dtype in (torch.float32, torch.float64) else empty(flat.shape, torch.float32, flat.device)

@@ -145,6 +145,9 @@ class Pilot:
 
     def _weigh(self) -> None:
         """Drop the candidates whose error is too large; plan the turns of the others."""
+        if not self._aside:
+            self._settle("exact", "all gradients are sparse, and those travel exactly")
+            return
         exact = [values.double() for _, values in self._aside]
         self._hook.run(lambda comm: _mean_all_(comm, exact))
         total = sum(float(mean.square().sum()) for mean in exact) ** 0.5

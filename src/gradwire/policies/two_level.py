@@ -9,7 +9,9 @@ Each rank of a node carries its own part across, so that a node sends every valu
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -20,6 +22,7 @@ from gradwire.bucket import Bucket, cut
 from gradwire.comm import Comm, GroupComm, Levels
 from gradwire.errors import SpecError
 from gradwire.exchanges.base import Exchange
+from gradwire.feedback import fed_back
 from gradwire.scratch import empty
 from gradwire.spec import write
 
@@ -35,6 +38,8 @@ class TwoLevel:
 
     lanes = 1
     """The engine makes the lanes of both levels from `levels`."""
+    traceable = False
+    """DDP's compiled reducer knows one group only."""
 
     def __post_init__(self) -> None:
         for place, part in (("inside", self.inside), ("across", self.across)):
@@ -63,7 +68,7 @@ class TwoLevel:
     @property
     def align(self) -> int:
         """Whole blocks for both."""
-        return self.inside.align * self.across.align
+        return math.lcm(self.inside.align, self.across.align)
 
     def chunk_bytes(self, size: int) -> int:
         """As the slow level likes it."""
@@ -75,36 +80,39 @@ class TwoLevel:
         return inside + across * (1.0 + inside)
 
     def mean_(self, bucket: Bucket, comm: Comm, residual: Tensor | None = None) -> None:
-        """1. Mean inside.  2. Mean of one's own part across.  3. Gather the parts inside."""
+        """1. Mean inside, of all that is owed too.  2. Mean of one's own part across.  3. Gather the parts inside."""
         inside, across = cast(GroupComm, comm).levels
-        if inside.size > 1:
-            self.inside.mean_(bucket, inside)
-        share = self._share(bucket.flat.numel(), inside.size, across.size)
-        begin = min(share * inside.rank, bucket.flat.numel())
-        own = slice(begin, min(begin + share, bucket.flat.numel()))
-        part = dataclasses.replace(bucket, flat=bucket.flat[own], segments=cut(bucket.segments, own.start, own.stop))
-        owed = None if residual is None else residual[own]
-        before = None if owed is None else owed.clone()
-        if across.size > 1:
-            self._mean_across_(part, across, owed, inside.size)
-        if inside.size > 1:
-            _gather_(bucket.flat, part.flat, share, inside)
-        if owed is not None and before is not None:  # an inf in another rank's part must leave no trace here either
-            torch.where(torch.isfinite(bucket.flat).all(), owed, before, out=owed)
+        with fed_back(bucket.flat, residual) as work:
+            if inside.size > 1:
+                self.inside.mean_(dataclasses.replace(bucket, flat=work), inside)
+            share = self._share(work.numel(), inside.size, across.size)
+            begin = min(share * inside.rank, work.numel())
+            own = slice(begin, min(begin + share, work.numel()))
+            part = dataclasses.replace(bucket, flat=work[own], segments=cut(bucket.segments, own.start, own.stop))
+            lost = None if residual is None else residual.zero_()[own]
+            if across.size > 1:
+                self.across.mean_(part, across, lost)
+            if lost is not None:  # once for all ranks of the node: undivided, that is so many times as much
+                lost.mul_(inside.size)
+            if inside.size > 1:
+                _gather_(work, part.flat, share, inside)
 
     def _share(self, numel: int, node: int, nodes: int) -> int:
         """Values of a part: whole blocks, the same number for every rank of a node."""
         unit = self.across.align * nodes
         return -(-numel // (node * unit)) * unit
 
-    def _mean_across_(self, part: Bucket, across: Comm, residual: Tensor | None, node: int) -> None:
-        """What is lost here is lost once for all ranks of the node: undivided, that is `node` times as much."""
-        if residual is None:
-            self.across.mean_(part, across)
-            return
-        residual.div_(node)
-        self.across.mean_(part, across, residual)
-        residual.mul_(node)
+    def check(self, params: Sequence[tuple[str, Tensor]]) -> None:
+        """As both parts do."""
+        for part in (self.inside, self.across):
+            if hasattr(part, "check"):
+                part.check(params)
+
+    def warm_up(self, device: torch.device) -> None:
+        """As both parts do."""
+        for part in (self.inside, self.across):
+            if hasattr(part, "warm_up"):
+                part.warm_up(device)
 
     def __str__(self) -> str:
         nested = {"inside": self.inside, "across": self.across}

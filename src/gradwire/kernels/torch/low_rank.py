@@ -50,7 +50,7 @@ def rebuild_(
     a_BMN, tall_BMR = stack.of(flat), p_BRM.transpose(1, 2)
     if residual is not None:
         e_BMN, lost_BMN = stack.of(residual), a_BMN.baddbmm_(tall_BMR, sent_BRN, alpha=-1)
-        e_BMN.copy_(lost_BMN) if _surely(keep) else torch.where(keep, lost_BMN, e_BMN, out=e_BMN)
+        e_BMN.copy_(lost_BMN if _surely(keep) else torch.where(keep, lost_BMN, e_BMN))
     torch.bmm(tall_BMR, mean_BRN, out=a_BMN)
 
 
