@@ -16,7 +16,7 @@ import gradwire
 def main() -> None:
     """Fit a random teacher, then say what the hook did."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hook", default="bf16", help="exact, fp16, bf16, noop, or one of these with options")
+    parser.add_argument("--hook", default="bf16", help="a spec, such as int4 or fp16:accumulate=wire")
     parser.add_argument("--steps", type=int, default=50)
     args = parser.parse_args()
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gradwire.gloo import SMALL_BYTES
+from gradwire.gloo import LARGE_BYTES, SMALL_BYTES
 from gradwire.testing import thread_ranks
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.uint8, torch.int64)
@@ -22,7 +22,7 @@ def test_gathers_and_sums_are_the_backends_own(size):
     def run(rank):
         runner, ours = lane_of(rank)
         made = torch.Generator().manual_seed(rank.rank)
-        for numel in (1, 7, 1024, SMALL_BYTES // 4, SMALL_BYTES // 4 + 1):
+        for numel in (1, 7, 1024, SMALL_BYTES // 4, SMALL_BYTES // 4 + 1, LARGE_BYTES // 4 + 1):
             for dtype in DTYPES:
                 mine = torch.randint(0, 100, (numel,), generator=made).to(dtype) / (3 if dtype.is_floating_point else 1)
                 mine = mine.to(dtype)

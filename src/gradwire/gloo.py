@@ -18,6 +18,10 @@ from gradwire.scratch import empty
 SMALL_BYTES = 1 << 18
 """Between two ranks, sums of up to so much are gathered and added up by each: that sends as much and waits less."""
 
+LARGE_BYTES = 3 << 18
+"""Between two ranks, more than this goes round gloo's ring, in pieces: on a slow link a long message that has to wait
+for the other's leaves it idle (16 MB a step at 100 Mbit/s: 4% longer)."""
+
 
 class Gloo:
     """A gloo group for `GroupComm`."""
@@ -44,7 +48,7 @@ class Gloo:
 
     def _allgather_base(self, out: Tensor, tensor: Tensor) -> Any:
         """(n,) on each rank -> (size * n,)."""
-        if not _is_plain(tensor):
+        if not _is_plain(tensor) or (self._size == 2 and tensor.numel() * tensor.element_size() > LARGE_BYTES):
             return self._group._allgather_base(out, tensor)
         rows, mine = _as_bytes(out).view(self._size, -1), _as_bytes(tensor)
         if self._size == 2:

@@ -191,9 +191,9 @@ def test_a_short_run_on_the_built_in_model(tmp_path):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--max-error", "0"], "max_error must be above 0, got 0.0"),
-        (["--max-error", "-1"], "max_error must be above 0, got -1.0"),
-        (["--max-error", "nan"], "max_error must be above 0, got nan"),
+        (["--max-error", "0"], "max_error must be above 0 and finite, got 0.0"),
+        (["--max-error", "-1"], "max_error must be above 0 and finite, got -1.0"),
+        (["--max-error", "nan"], "max_error must be above 0 and finite, got nan"),
         (["--hooks", "int9000"], "unknown hook 'int9000'"),
         (["--hooks", "noop"], "noop does not average, so it cannot be a candidate"),
         (["--steps", "7"], "steps must be at least 8, got 7"),

@@ -48,7 +48,10 @@ def test_every_link_round_trips(link):
         ("-1mbit", "got '-1mbit'"),
         ("0mbit", "the rate must be above 0"),
         ("1e400gbit", "must be above 0 and finite"),
-        ("1gbit,latency=5", "latency must be a number with us, ms, s, got '5'"),
+        (
+            "1gbit,latency=5",
+            "latency must be a number with us, ms, s, got '5'; write for instance 100mbit",
+        ),
         ("1gbit,delay=5ms", "at most latency=, got 'delay=5ms'"),
         ("1gbit,latency=5ms,latency=6ms", "at most latency=, got 'latency=6ms'"),
     ],
@@ -61,7 +64,9 @@ def test_bad_text(text, message):
 
 def test_seconds_names_what_is_wrong():
     assert seconds("250ms") == 0.25
-    with pytest.raises(SpecError, match="--compute must be a number with us, ms, s, got '3 hours'"):
+    with pytest.raises(
+        SpecError, match="--compute must be a number with us, ms, s, got '3 hours'; write for instance 50us"
+    ):
         seconds("3 hours", "--compute")
 
 

@@ -116,8 +116,8 @@ def test_bad_input_is_one_line_and_code_2(tmp_path, ranks, capsys, options, mess
 
 
 def test_a_place_that_cannot_be_written_is_known_before_the_first_cell(tmp_path, ranks, capsys):
-    assert call(tmp_path / "nowhere" / "records.jsonl") == 1
-    assert "cannot write" in capsys.readouterr().err
+    assert call(tmp_path / "nowhere" / "records.jsonl") == 2
+    assert f"there is no folder {tmp_path / 'nowhere'}" in capsys.readouterr().err
     assert ranks == []
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from gradwire.bench.jsonl import append, read
+from gradwire.bench.jsonl import RecordsError, append, read
 from gradwire.bench.records import SCHEMA
 from gradwire.cli import main
 
@@ -64,6 +64,41 @@ def test_a_record_that_only_misses_its_newline_is_kept(path):
     assert [each.cell.hook for each in read(path).runs] == ["exact", "noop"]
 
 
+FOREIGN = {
+    "text": "some notes\nof mine\n",
+    "no newline": "some notes",
+    "json in lines": '{\n  "a": 1\n}',
+    "torn json": '{"a": 1, "b"',
+    "torn, with a newline": '{"schema": 1, "ce\n',
+    "bytes": "\x00\x7f\ufffd",
+}
+"""Files that are not ours."""
+
+
+@pytest.mark.parametrize("text", FOREIGN.values(), ids=FOREIGN)
+def test_a_file_that_is_not_ours_stays_as_it_is(path, text, capsys):
+    path.write_text(text)
+    with pytest.raises(RecordsError, match="line 1 is not a record"):
+        append(path, [run("exact")])
+    assert main(["bench", "--out", str(path), "--resume"]) == 1
+    assert "line 1 is not a record of `gradwire bench`: this is another kind of file" in capsys.readouterr().err
+    assert path.read_text() == text
+
+
+def test_a_line_that_is_not_ours_is_named_wherever_it_stands(path):
+    append(path, [run("exact"), run("noop")])
+    first, second = path.read_text().splitlines(keepends=True)
+    path.write_text(first + second[:40] + "\n" + second)
+    with pytest.raises(RecordsError, match="line 2 is not a record"):
+        append(path, [run("int8")])
+    assert path.read_text() == first + second[:40] + "\n" + second
+
+
+def test_a_folder_is_no_file_of_records(path, capsys):
+    assert main(["report", str(path.parent)]) == 1
+    assert "it is a folder; name a file of records in it\n" in capsys.readouterr().err
+
+
 def _changed(**changes):
     return json.dumps({**run("exact").as_dict(), **changes}) + "\n"
 
@@ -77,9 +112,10 @@ def _changed(**changes):
         ("17\n", "line 1 is not a record of `gradwire bench`"),
         ("", "holds no record; `gradwire bench --out"),
         ('{"sche', "holds no record"),
-        (None, "cannot read"),
+        (None, "there is no file"),
+        *((text, "line 1 is not a record of `gradwire bench`") for text in FOREIGN.values()),
     ],
-    ids=["schema", "fields", "other json", "number", "empty", "only torn", "missing"],
+    ids=["schema", "fields", "other json", "number", "empty", "only torn", "missing", *FOREIGN],
 )
 def test_files_that_are_not_ours_are_refused(path, text, message, capsys):
     if text is not None:
@@ -118,7 +154,7 @@ def test_report_as_markdown_goes_to_stdout_or_a_file(path, capsys):
 
 def test_report_refuses_what_it_cannot_write(path, capsys):
     append(path, runs())
-    assert main(["report", str(path), "--out", str(path.parent)]) == 1
+    assert main(["report", str(path), "--out", str(path.parent)]) == 2
     assert "cannot write" in capsys.readouterr().err
     assert main(["report", str(path), "--json", "--out", "-"]) == 2
     assert "both want stdout" in capsys.readouterr().err

@@ -48,6 +48,15 @@ def test_help_has_examples(capsys, argv, example):
         (["demo", "--link", "fast"], "link 'fast'"),
         (["demo", "--hooks", "noop"], "noop does not average, so it cannot be a candidate"),
         (["demo", "--report", "/"], "cannot write /: it is a folder; name a file in it"),
+        (["bench", "--out", "/"], "cannot write /: it is a folder; name a file in it"),
+        (["bench", "--out", "/no/such/x.jsonl"], "cannot write /no/such/x.jsonl: there is no folder"),
+        (
+            ["report", "x.jsonl", "--out", "/no/such/x.html"],
+            "cannot write /no/such/x.html: there is no folder",
+        ),
+        (["simulate", "--report", "/no/such/x.html"], "cannot write /no/such/x.html: there is no folder"),
+        (["simulate", "--compute", "5"], "--compute must be a number with us, ms, s, got '5'; write for instance 50us"),
+        (["advise", "--hooks", "int8", __file__], f"put -- before the script: --hooks int8 -- {__file__}"),
         (["demo", "--frobnicate"], "unrecognized arguments: --frobnicate"),
     ],
 )

@@ -25,6 +25,8 @@ def test_bash_completes_verbs_options_and_hooks(capsys):
     assert completed(script, "he") == ["headroom"]
     assert completed(script, "run", "--ho") == ["--hook"]
     assert completed(script, "run", "--hook", "bf") == ["bf16"]
+    assert completed(script, "run", "--hook", "au") == ["auto"]
+    assert completed(script, "bench", "--hooks", "two") == ["two_level"]
     assert completed(script, "completion", "f") == ["fish"]
     assert set(completed(script, "")) == {*_verbs(parser()), "--help", "--version"}
 

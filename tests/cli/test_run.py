@@ -166,7 +166,10 @@ def alive(pid):
     [
         (["--hook", "fp61", "SCRIPT"], "unknown hook 'fp61'. Did you mean 'fp16'?"),
         (["--hook", "fp16", "--link", "fast", "SCRIPT"], "link 'fast': the rate must be a number with"),
+        (["--hook", "BF16", "SCRIPT"], "unknown hook 'BF16'. Did you mean 'bf16'?"),
         (["--hook", "fp16", "nosuch.py"], "script 'nosuch.py' does not exist"),
+        (["--hook", "fp16", "--nproc", "2", "-m", "no.such.mod"], "-m no.such.mod: there is no module 'no'"),
+        ([], "the following arguments are required: --hook, script (see"),
         (["--hook", "fp16", "--nproc", "0", "SCRIPT"], "nproc must be between 1 and"),
         (["--hook", "fp16", "--nproc", "100000", "SCRIPT"], "nproc must be between 1 and"),
         (["SCRIPT"], "the following arguments are required: --hook"),

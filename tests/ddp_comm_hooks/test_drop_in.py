@@ -89,7 +89,23 @@ def test_hooks_look_to_ddp_as_it_wants_them():
         assert hook.__name__ not in ("bf16_compress_hook", "bf16_compress_wrapper_hook")
 
 
-@pytest.mark.parametrize("wrong", ["FP16_COMPRESS", None, torchs.DDPCommHookType.ALLREDUCE])
+@pytest.mark.parametrize("wrong", ["FP16_COMPRESS", None])
 def test_wrong_type_lists_what_there_is(wrong):
     with pytest.raises(TypeError, match=r"DDPCommHookType\.ALLREDUCE, .*DDPCommHookType\.NOOP"):
         register_ddp_comm_hook(wrong, None)
+
+
+def test_torch_s_own_types_are_told_apart():
+    with pytest.raises(TypeError, match=r"torch's DDPCommHookType.FP16_COMPRESS; import DDPCommHookType from gradwire"):
+        register_ddp_comm_hook(torchs.DDPCommHookType.FP16_COMPRESS, None)
+
+
+def test_noop_asks_nobody():
+    """As torch's: it works where no group is, so it cannot wait for ranks that do not come."""
+    assert not torch.distributed.is_initialized()
+
+    class Bucket:
+        def buffer(self):
+            return torch.ones(3)
+
+    assert debugging_hooks.noop_hook(None, Bucket()).wait().tolist() == [1, 1, 1]

@@ -139,10 +139,39 @@ def test_notes_are_whole_and_go_with_the_run():
     assert plan.notes("model") == []
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no.such.mod", "-m no.such.mod: there is no module 'no' in "),
+        ("pkg.trian", "-m pkg.trian: there is no module 'pkg.trian'"),
+        ("pkg.train.x", "there is no module 'pkg.train.x', as 'pkg.train' is no package"),
+        ("pkg", "-m pkg: this is a package without __main__.py; name a module in it"),
+        ("", "there is no module ''"),
+        (".train", "there is no module ''"),
+    ],
+)
+def test_a_module_that_cannot_run_is_refused_and_none_is_imported(tmp_path, monkeypatch, name, message):
+    (tmp_path / "pkg" / "able").mkdir(parents=True)
+    for file in ("__init__.py", "train.py", "able/__init__.py", "able/__main__.py"):
+        (tmp_path / "pkg" / file).write_text("raise RuntimeError('this is for the ranks')")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SpecError) as caught:
+        Script.parse([name], module=True)
+    assert message in str(caught.value)
+    for able in ("pkg.train", "pkg.able", "timeit", "torch.distributed.run"):
+        assert Script.parse([able, "--x"], module=True).words() == ["-m", able, "--x"]
+
+
+def test_a_folder_is_a_script_if_python_can_run_it(tmp_path):
+    with pytest.raises(SpecError, match=r"is a folder without __main__.py; give the path of a Python file in it"):
+        Script.parse([str(tmp_path)])
+    (tmp_path / "__main__.py").touch()
+    assert Script.parse([str(tmp_path)]).words() == [str(tmp_path)]
+
+
 def test_scripts_and_numbers_of_ranks_are_checked(tmp_path):
     with pytest.raises(SpecError, match=r"script '.*nosuch.py' does not exist; give the path of a Python file"):
         Script.parse([str(tmp_path / "nosuch.py")])
-    assert Script.parse(["pkg.train", "--x"], module=True).words() == ["-m", "pkg.train", "--x"]
     for nproc in (0, -1, 10**6):
         with pytest.raises(SpecError, match=f"nproc must be between 1 and .*, got {nproc}"):
             check_nproc(nproc)

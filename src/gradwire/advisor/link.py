@@ -33,6 +33,7 @@ HOPS: Mapping[str, Callable[[int], int]] = {
 }
 """Messages, one after the other, that a collective between so many ranks takes."""
 EXAMPLE = "write for instance 100mbit or 1gbit,latency=5ms"
+TIME_EXAMPLE = "write for instance 50us, 5ms or 2s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +59,8 @@ class Link:
             key, _, value = option.partition("=")
             if key.strip() != "latency" or at > 0:
                 raise SpecError(f"link {text!r}: after the rate comes at most latency=, got {option!r}; {EXAMPLE}")
-            latency_s = seconds(value, f"link {text!r}: latency")
-        return cls(_number(rate, RATES, f"link {text!r}: the rate"), latency_s)
+            latency_s = seconds(value, f"link {text!r}: latency", EXAMPLE)
+        return cls(_number(rate, RATES, f"link {text!r}: the rate", EXAMPLE), latency_s)
 
     def cost_s(self, collective: str, size: int, sent_bytes: float) -> tuple[float, float]:
         """Waiting for the hops, during which others may send, and sending, during which nobody else can."""
@@ -70,15 +71,15 @@ class Link:
         return f"{rate},latency={_text(self.latency_s, TIMES)}" if self.latency_s else rate
 
 
-def seconds(text: str, what: str = "a time") -> float:
-    """`"5ms"` -> 0.005. `what` begins the error."""
-    return _number(text, TIMES, what)
+def seconds(text: str, what: str = "a time", example: str = TIME_EXAMPLE) -> float:
+    """`"5ms"` -> 0.005. `what` begins the error, `example` ends it."""
+    return _number(text, TIMES, what, example)
 
 
-def _number(text: str, units: Mapping[str, float], what: str) -> float:
+def _number(text: str, units: Mapping[str, float], what: str, example: str) -> float:
     match = re.fullmatch(r"((?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*([a-z]+)", text.strip().lower())
     if match is None or match[2] not in units:
-        raise SpecError(f"{what} must be a number with {', '.join(units)}, got {text!r}; {EXAMPLE}")
+        raise SpecError(f"{what} must be a number with {', '.join(units)}, got {text!r}; {example}")
     return float(Decimal(match[1]) * _exactly(units[match[2]]))
 
 

@@ -1,6 +1,7 @@
 """Records on disk: a line of JSON a run. Written so that a crash costs one line at most, read so that it costs no more.
 
-A line is whole when it ends in a newline and is JSON; one that is not was being written when its process died.
+Only the last line can be torn: it was being written when its process died, so it is the beginning of a record without
+its newline. Anything else that is no record makes the file somebody else's, which is not touched.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from pathlib import Path
 
 from gradwire.bench.records import SCHEMA, Run
 from gradwire.errors import GradwireError, SpecError
+
+START = b'{"schema": '
+"""What every record begins with."""
 
 
 class RecordsError(GradwireError, ValueError):
@@ -36,32 +40,22 @@ class Records:
 
 
 def read(path: Path) -> Records:
-    """All runs of a file; of two runs of a cell the later one. RecordsError if a line is whole but not ours."""
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-    except OSError as error:
-        raise RecordsError(f"cannot read {path}: {error.strerror}; `gradwire bench --out {path}` makes it") from error
-    runs, torn = {}, []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        values = _json(line)
-        if values is None:
-            torn.append(number)
-        else:
-            run = _run(values, f"{path}, line {number}")
-            runs[run.cell] = run
-    return Records(list(runs.values()), torn)
+    """All runs of a file; of two runs of a cell the later one. RecordsError if there is a line that is not ours."""
+    return _read(path, _content(path))
 
 
 def append(path: Path, runs: Iterable[Run]) -> None:
-    """Add runs and see them onto the disk. What a crash left half-written at the end goes first."""
+    """Add runs and see them onto the disk. What a crash left half-written at the end goes first.
+
+    RecordsError, and the file stays as it is, if it holds anything else than records.
+    """
     text = "".join(json.dumps(run.as_dict(), allow_nan=True) + "\n" for run in runs)
     with path.open("a+b") as file:
         file.seek(0)
         content = file.read()
+        held = _read(path, content)
         tail = content.rpartition(b"\n")[2]
-        if tail and _json(tail.decode(errors="replace")) is None:
+        if held.torn:
             file.truncate(len(content) - len(tail))
         elif tail:  # a whole record that only misses its newline
             file.write(b"\n")
@@ -70,8 +64,36 @@ def append(path: Path, runs: Iterable[Run]) -> None:
         os.fsync(file.fileno())
 
 
-def _json(line: str) -> object | None:
-    """The value, or None if the line is only a part of one: no part of an object is JSON."""
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError as error:
+        raise RecordsError(f"there is no file {path}; `gradwire bench --out {path}` makes it") from error
+    except IsADirectoryError as error:
+        raise RecordsError(f"cannot read {path}: it is a folder; name a file of records in it") from error
+    except OSError as error:
+        raise RecordsError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _read(path: Path, content: bytes) -> Records:
+    runs, torn = {}, []
+    lines = content.split(b"\n")
+    for number, line in enumerate(lines, start=1):
+        if number == len(lines) and _is_torn(line):
+            torn.append(number)
+        elif line.strip():
+            run = _run(line, f"{path}, line {number}")
+            runs[run.cell] = run
+    return Records(list(runs.values()), torn)
+
+
+def _is_torn(tail: bytes) -> bool:
+    """Whether what stands after the last newline is the beginning of a record, and not all of it."""
+    return bool(tail) and tail[: len(START)] == START[: len(tail)] and _json(tail) is None
+
+
+def _json(line: bytes) -> object | None:
+    """The value, or None if it is none: no part of an object is JSON."""
     try:
         value: object = json.loads(line)
     except ValueError:
@@ -79,9 +101,12 @@ def _json(line: str) -> object | None:
     return value
 
 
-def _run(values: object, where: str) -> Run:
+def _run(line: bytes, where: str) -> Run:
+    values = _json(line)
     if not isinstance(values, dict) or "schema" not in values:
-        raise RecordsError(f"{where} is not a record of `gradwire bench`")
+        raise RecordsError(
+            f"{where} is not a record of `gradwire bench`: this is another kind of file, or it is damaged"
+        )
     if values["schema"] != SCHEMA:
         raise RecordsError(
             f"{where} has schema {values['schema']!r}, and this gradwire reads schema {SCHEMA}; read the file with the "

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 import textwrap
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from gradwire.bench.progress import Lines, progress
 from gradwire.cli.headroom import WIDTH
 from gradwire.cli.headroom import to_text as headroom_text
 from gradwire.cli.script import add_script, ranks_of, script_of
+from gradwire.errors import SpecError
 from gradwire.report.write import check_writable, save
 
 EXAMPLES = """\
@@ -54,6 +56,7 @@ def add(verbs: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Do it."""
+    check_hooks(args.hooks)
     script, ranks = script_of(args) if args.script else None, ranks_of(args)
     title = "gradwire advise"
     if args.report is not None:
@@ -72,6 +75,17 @@ def run(args: argparse.Namespace) -> None:
         if args.report is not None:
             save(args.report, to_page(found))
         print(to_json(found, args.report) if args.json else to_text(found, args.report), flush=True)
+
+
+def check_hooks(hooks: Sequence[str]) -> None:
+    """SpecError for a script among them: `--hooks` takes every word up to the next option."""
+    for at, word in enumerate(hooks):
+        if Path(word).is_file():
+            given = " ".join(hooks[:at] or ["SPEC"])
+            raise SpecError(
+                f"--hooks takes every word up to the next option, so {word!r} as well; put -- before the script: "
+                f"--hooks {given} -- {word}"
+            )
 
 
 def to_json(found: Advice, path: Path | None) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from gradwire.bench.grid import BASELINES, Grid, bench
 from gradwire.bench.measure import all_hooks
 from gradwire.bench.records import NO_LINK, Settings
+from gradwire.report.write import check_writable
 
 STEPS = 40
 EXAMPLES = """\
@@ -66,4 +67,5 @@ def run(args: argparse.Namespace) -> None:
         repeats=args.repeats,
         settings=Settings(steps=args.steps, seed=args.seed),
     )
+    check_writable(args.out)
     bench(grid, args.out, resume=args.resume, as_json=args.json, out=sys.stdout, err=sys.stderr)

@@ -6,10 +6,11 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from gradwire.exchanges import EXCHANGES
+from gradwire.exchanges import EXCHANGES, POLICIES
 
 SHELLS = ("bash", "zsh", "fish")
-HOOK_OPTIONS = ("--hook", "--hooks")
+HOOKS = {"--hooks": (*EXCHANGES, *POLICIES), "--hook": (*EXCHANGES, *POLICIES, "auto")}
+"""By option, the names that it takes. `auto` chooses among hooks, so it is not one to choose from."""
 EXAMPLES = """\
 examples:
   source <(gradwire completion bash)                                      for this shell
@@ -67,13 +68,17 @@ def _choices(action: argparse.Action) -> list[Any]:
 
 
 def _bash(verbs: Mapping[str, argparse.ArgumentParser]) -> str:
+    hooks = "\n".join(
+        f'    {option}) COMPREPLY=($(compgen -W "{" ".join(names)}" -- "$current")); return ;;'
+        for option, names in HOOKS.items()
+    )
     cases = "\n".join(f'    {verb}) words="{_words(parser)}" ;;' for verb, parser in verbs.items())
     return f"""\
 _gradwire() {{
   local words="" current="${{COMP_WORDS[COMP_CWORD]}}" previous="${{COMP_WORDS[COMP_CWORD-1]}}"
   COMPREPLY=()
   case "$previous" in
-    {"|".join(HOOK_OPTIONS)}) COMPREPLY=($(compgen -W "{" ".join(EXCHANGES)}" -- "$current")); return ;;
+{hooks}
   esac
   case "${{COMP_WORDS[1]}}" in
 {cases}
@@ -96,6 +101,6 @@ def _fish(verbs: Mapping[str, argparse.ArgumentParser]) -> str:
         for action in _options(parser):
             long = next((name[2:] for name in action.option_strings if name.startswith("--")), None)
             flag = f"-l {long}" if long else f"-s {action.option_strings[0][1:]}"
-            values = f" -x -a '{' '.join(EXCHANGES)}'" if f"--{long}" in HOOK_OPTIONS else ""
+            values = f" -x -a '{' '.join(HOOKS[f'--{long}'])}'" if f"--{long}" in HOOKS else ""
             lines.append(f"{seen} {flag}{values}")
     return "\n".join(lines) + "\n"

@@ -30,7 +30,7 @@ def add(verbs: Any) -> None:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--hook", required=True, metavar="SPEC", help="such as bf16, int4 or powersgd:rank=2")
+    parser.add_argument("--hook", required=True, metavar="SPEC", help="such as bf16, int4, powersgd:rank=2 or auto")
     parser.add_argument("--link", metavar="LINK", help="emulate a slower link, such as 100mbit,latency=5ms")
     parser.add_argument(
         "--json", action="store_true", help="after the script's own output, a line of JSON: what the hook has done"

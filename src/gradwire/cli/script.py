@@ -40,7 +40,8 @@ def add_script(parser: argparse.ArgumentParser, *, required: bool) -> None:
     for option, value in TORCHRUN.items():
         group.add_argument(option, metavar=value)
     parser.add_argument("script", nargs=None if required else "?", help="a Python file that trains with DDP")
-    parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
+    rest = parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
+    rest.required = False  # else argparse asks for them where the script is missing
 
 
 def script_of(args: argparse.Namespace) -> Script:

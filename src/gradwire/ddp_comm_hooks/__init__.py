@@ -23,6 +23,8 @@ from gradwire.hook import Hook
 
 __all__ = ["DDPCommHookType", "register_ddp_comm_hook"]
 
+TORCH = "torch.distributed.algorithms.ddp_comm_hooks"
+
 
 def _ddp_comm_hook_wrapper(comm_hook: Any, model: DistributedDataParallel, state: Any = None) -> Hook:
     """Register one of this package's hooks on a model, over `state` or else the model's own group."""
@@ -67,6 +69,11 @@ class DDPCommHookType(Enum):
 
 def register_ddp_comm_hook(comm_hook_type: Any, model: DistributedDataParallel, state: Any = None) -> Hook:
     """Register a hook by its type. `state` is a process group, or None for the model's own."""
+    if type(comm_hook_type).__module__ == TORCH:
+        raise TypeError(
+            f"that is torch's {comm_hook_type}; import DDPCommHookType from gradwire.ddp_comm_hooks, where "
+            f"register_ddp_comm_hook comes from"
+        )
     if not isinstance(comm_hook_type, DDPCommHookType):
         names = ", ".join(f"DDPCommHookType.{kind.name}" for kind in DDPCommHookType)
         raise TypeError(f"comm_hook_type must be one of {names}, got {comm_hook_type!r}")

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
 
 from torch import Tensor
 
@@ -13,6 +17,7 @@ from gradwire.errors import SpecError
 
 SMALL = 1024
 """Tensors of fewer values are exempt under `auto`, like those of one dimension."""
+PACKAGE = f"{Path(__file__).parent.parent}{os.sep}"
 
 
 def check_pattern(name: str, exempt: str) -> None:
@@ -37,7 +42,16 @@ def check_matches(name: str, exempt: str, params: Sequence[tuple[str, Tensor]]) 
     if not found:
         names = ", ".join(param for param, _ in params[:5])
         told = f"{name}: exempt={exempt} matches none of the {len(params)} parameters ({names}, ...)"
-        warnings.warn(told, stacklevel=5)
+        warnings.warn(told, stacklevel=_level_outside())
+
+
+def _level_outside() -> int:
+    """The `stacklevel`, for whoever called this, of the nearest caller that is not gradwire's: the user's line."""
+    frame: FrameType | None = sys._getframe(1)
+    level = 1
+    while frame is not None and frame.f_code.co_filename.startswith(PACKAGE):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def is_exempt(exempt: str, segment: Segment) -> bool:

@@ -26,9 +26,7 @@ def load() -> ModuleType | None:
     try:
         from gradwire.kernels import cpu
     except ImportError:
-        log.warning(
-            "numba is not installed: encoding on the CPU takes several times as long; pip install 'gradwire[fast]'"
-        )
+        log.warning("numba is not installed: encoding on the CPU takes several times as long; pip install numba")
         return None
     _cpu = cpu
     return cpu

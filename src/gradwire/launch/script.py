@@ -14,6 +14,7 @@ from types import TracebackType
 from gradwire.errors import GradwireError, SpecError
 from gradwire.launch.failures import note_failure
 from gradwire.launch.models import watch_models
+from gradwire.launch.modules import check_module
 from gradwire.launch.plan import Plan
 
 OURS = (__file__, "<frozen runpy>", runpy.__file__)
@@ -37,10 +38,14 @@ class Script:
 
     @classmethod
     def parse(cls, words: Sequence[str], *, module: bool = False) -> Script:
-        """From the end of a command line. SpecError if the file does not exist."""
+        """From the end of a command line. SpecError if there is nothing to run."""
         name, *args = words
-        if not module and not Path(name).exists():
+        if module:
+            check_module(name)
+        elif not Path(name).exists():
             raise SpecError(f"script {name!r} does not exist; give the path of a Python file, or -m and a module")
+        elif Path(name).is_dir() and not Path(name, "__main__.py").exists():
+            raise SpecError(f"script {name!r} is a folder without __main__.py; give the path of a Python file in it")
         return cls(name, tuple(args), module)
 
     def words(self) -> list[str]:

@@ -28,8 +28,8 @@ from torch import Tensor
 
 from gradwire.bucket import Bucket
 from gradwire.comm import Comm
-from gradwire.errors import SpecError
-from gradwire.exchanges import exchange
+from gradwire.errors import SpecError, unknown
+from gradwire.exchanges import EXCHANGES, POLICIES, exchange
 from gradwire.spec import build, changed, read, write
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Auto:
 
     def __post_init__(self) -> None:
         if not 0.0 < self.max_error < float("inf"):
-            raise SpecError(f"auto: max_error must be above 0, got {self.max_error}")
+            raise SpecError(f"auto: max_error must be above 0 and finite, got {self.max_error}")
         if self.recheck < 1:
             raise SpecError(f"auto: recheck must be at least 1, got {self.recheck}")
         for spec in self.specs:
@@ -79,9 +79,12 @@ class Auto:
 
 def auto(spec: object, **options: object) -> Auto | None:
     """The settings, if `spec` is text that names `auto`."""
-    if not isinstance(spec, str) or read(spec)[0] != "auto":
+    if not isinstance(spec, str):
         return None
-    return build("hook", spec, {"auto": Auto}, options)
+    name, known = read(spec)[0], {**EXCHANGES, **POLICIES, "auto": Auto}
+    if name not in known:
+        raise SpecError(unknown("hook", name, known))
+    return build("hook", spec, {"auto": Auto}, options) if name == "auto" else None
 
 
 class Pilot:
@@ -97,9 +100,16 @@ class Pilot:
         self.step_s: dict[str, list[float]] = {}
         """Of the last trial: seconds of each step that counts, by the slowest rank."""
         self._hook = hook
+        self._warm_up()
         self._errors: dict[str, float] = {}
         self._chosen: str | None = None
         self._start_over()
+
+    def _warm_up(self) -> None:
+        """Compile what is not compiled yet, now and not in a step."""
+        for spec in self.settings.specs:
+            if (warm_up := getattr(exchange(spec), "warm_up", None)) is not None:
+                warm_up(self._hook.device)
 
     def _start_over(self) -> None:
         self._step = 0

@@ -1,0 +1,76 @@
+"""What README and the documentation call by name is there for whoever has only written `import gradwire`."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+NAME = r"(?<!from )(?<!import )(?<!::: )(?<!-m )(?<![\w./-])gradwire(?:\.[A-Za-z_]\w*)+"
+MODULES = {"gradwire.testing.contracts"}
+"""Named as what to import."""
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+RESOLVE = """
+import json, pkgutil, sys
+import gradwire
+early = [name for name in gradwire.SUBMODULES if f"gradwire.{name}" in sys.modules]
+missing = []
+def check(act, name):
+    try:
+        act(name)
+    except (AttributeError, ImportError) as error:
+        missing.append(f"{name}: {error}")
+asked = json.load(sys.stdin)
+for name in asked["names"]:
+    check(lambda name: eval(name, {"gradwire": gradwire}), name)
+for line in asked["imports"]:
+    check(lambda line: exec(line, {}), line)
+for path in asked["paths"]:
+    check(pkgutil.resolve_name, path)
+print(json.dumps({"early": early, "missing": missing, "dir": dir(gradwire)}))
+"""
+
+
+def found(pattern):
+    return sorted({match for page in PAGES for match in re.findall(pattern, page.read_text(), re.MULTILINE)})
+
+
+def test_every_name_resolves_and_submodules_load_only_when_asked_for():
+    asked = {
+        "names": [name for name in found(NAME) if name not in MODULES],
+        "imports": found(r"^(?:from gradwire[\w.]* import [^#(\n]+|import gradwire[\w.]*)"),
+        "paths": [*found(r"^::: (\S+)$"), *MODULES],
+    }
+    assert "gradwire.optim.step_in_backward" in asked["names"]
+    assert "from gradwire.advisor import Link, predict" in asked["imports"]
+    assert "gradwire.Hook" in asked["paths"]
+    done = subprocess.run(
+        [sys.executable, "-c", RESOLVE], input=json.dumps(asked), capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert (told["early"], told["missing"]) == ([], [])
+    assert {"advisor", "ddp_comm_hooks", "optim", "report", "testing"} < set(told["dir"])
+
+
+def test_every_sample_is_python():
+    samples = [
+        (page.name, text)
+        for page in PAGES
+        for text in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    ]
+    assert len(samples) > 15
+    for name, text in samples:
+        compile(text, name, "exec")
+
+
+def test_every_link_between_pages_leads_somewhere():
+    for page in PAGES:
+        for target, anchor in re.findall(r"\]\((?!http)([\w./-]*\.md)(?:#([\w-]+))?\)", page.read_text()):
+            path = page.parent / target
+            assert path.exists(), f"{page.name}: {target}"
+            heads = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
+            anchors = {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}
+            assert not anchor or anchor in anchors, f"{page.name}: {target}#{anchor}"
