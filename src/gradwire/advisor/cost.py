@@ -28,6 +28,7 @@ from gradwire.advisor.fit import Fit
 from gradwire.advisor.rehearse import Course, Layout, Send, rehearse
 from gradwire.errors import SpecError
 from gradwire.exchanges import Exchange
+from gradwire.gloo import way
 from gradwire.runner import THREADS
 
 
@@ -119,7 +120,8 @@ def _cost_s(send: Send, link: Wire) -> tuple[float, float]:
 
 
 def _toll_s(send: Send, toll: Toll) -> float:
-    return toll[send.collective].seconds(send.sent_bytes) if send.size > 1 and send.collective in toll else 0.0
+    found = toll.get(way(send.collective, send.size, send.sent_bytes)) or toll.get(send.collective)
+    return found.seconds(send.sent_bytes) if found is not None and send.size > 1 else 0.0
 
 
 class _Chunk:

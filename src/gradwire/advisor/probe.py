@@ -26,6 +26,7 @@ from gradwire.advisor.link import HOPS
 from gradwire.codecs import CODECS, Codec
 from gradwire.comm import Comm, GroupComm, gather_texts
 from gradwire.errors import SpecError
+from gradwire.gloo import SHORT_SUM, way
 from gradwire.hook import Hook
 from gradwire.lanes import Lanes
 from gradwire.runner import LaneRunner, Runner
@@ -49,7 +50,10 @@ class Row:
     """Each waits for the end of the one before, which tells the latency; otherwise they are handed in like chunks."""
 
 
-ROWS = (Row(1 << 10, 16, True), Row(1 << 13, 16, True), Row(1 << 18, 4), Row(1 << 20, 4), Row(1 << 20, 8))
+ROWS = (Row(1 << 10, 16, True), Row(1 << 13, 16, True), Row(1 << 18, 4), Row(3 << 18, 5), Row(3 << 18, 11))
+SHORT_ROWS = (Row(1 << 10, 16, True), Row(1 << 13, 16, True), Row(1 << 16, 8), Row(1 << 18, 4))
+LONG_ROWS = (Row(3 << 17, 4, True), Row(3 << 18, 4, True), Row(1 << 19, 4), Row(1 << 20, 4), Row(1 << 20, 8))
+"""Between two ranks sums go two ways (`gloo.way`): a line through both would be right for neither."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +72,9 @@ class Probe:
 
     size: int
     fits: Mapping[str, Fit]
-    """By collective."""
+    """By collective, and between two ranks by `gloo.way`."""
     toll: Mapping[str, Fit]
-    """By collective: processor time of a rank, on average over the ranks."""
+    """Of the same: processor time of a rank, on average over the ranks."""
     speeds: Mapping[str, Speed]
     """By codec, on this rank."""
     hosts: tuple[str, ...]
@@ -80,7 +84,8 @@ class Probe:
 
     def cost_s(self, collective: str, size: int, sent_bytes: float) -> tuple[float, float]:
         """For `predict`: latency, on another number of ranks in proportion to the hops, and sending."""
-        found, hops = self.fits[collective], HOPS[collective]
+        found = self.fits.get(way(collective, size, sent_bytes)) or self.fits[collective]
+        hops = HOPS[collective]
         return found.alpha_s * hops(size) / hops(self.size), sent_bytes / found.bytes_per_s
 
     def as_dict(self) -> dict[str, Any]:
@@ -97,14 +102,14 @@ def probe(hook: Hook, *, pairs: bool | None = None, report: Report = lambda part
     if hook.size == 1:
         raise SpecError("probe: there is nothing to measure between 1 rank; start at least 2")
     fits, toll = {}, {}
-    for index, collective in enumerate(HOPS):
-        report(index / 5, f"timing {collective}")
+    for index, collective in enumerate((*HOPS, SHORT_SUM) if hook.size == 2 else HOPS):
+        report(index / 6, f"timing {collective}")
         fits[collective], toll[collective] = measure(hook.runner, collective, hook.size)
     hosts: list[str] = []
     hook.run(lambda comm: hosts.extend(gather_texts(comm, socket.gethostname(), hook.device)))
-    report(3 / 5, "timing codecs")
+    report(4 / 6, "timing codecs")
     speeds = {name: codec_speed(codec()) for name, codec in CODECS.items()}
-    report(4 / 5, "timing pairs of ranks")
+    report(5 / 6, "timing pairs of ranks")
     wanted = len(set(hosts)) > 1 if pairs is None else pairs
     found = _measure_pairs(hook) if wanted else {}
     return Probe(size=hook.size, fits=fits, toll=toll, speeds=speeds, hosts=tuple(hosts), pairs=found)
@@ -116,7 +121,8 @@ def probe(hook: Hook, *, pairs: bool | None = None, report: Report = lambda part
 def measure(runner: Runner, collective: str, size: int) -> tuple[Fit, Fit]:
     """Time, and processor time of a rank, of a collective over sizes; the same on all ranks."""
     times, busy = {}, {}
-    for row in ROWS:
+    rows = ROWS if size > 2 else {SHORT_SUM: SHORT_ROWS, "all_reduce": LONG_ROWS}.get(collective, ROWS)
+    for row in rows:
         jobs = [_Job(collective, size, row.message_bytes) for _ in range(row.count)]
         runner.run(jobs[0])  # touches new memory, and all ranks begin together
         time_s, busy_s = _row_s(runner, jobs, in_turn=row.in_turn)
@@ -156,6 +162,7 @@ class _Job:
     """A collective on a tensor of its own, of which each rank sends about so much."""
 
     def __init__(self, collective: str, size: int, sent_bytes: int) -> None:
+        collective = collective.removeprefix("small_")
         self._name = collective + ("_" if collective == "all_reduce" else "")
         self._tensor = _message(collective, size, sent_bytes)
         self.sent_bytes = 0.0

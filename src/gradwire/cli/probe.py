@@ -57,18 +57,18 @@ def to_text(found: dict[str, Any]) -> str:
     return "\n".join(
         [
             f"{found['size']} ranks on {hosts} host{'s' * (hosts > 1)}",
-            f"\n{'collective':<12}{'latency us':>12}{'Mbit/s sent':>13}{'R^2':>8}{'cpu us':>9}{'cpu us/MB':>11}",
+            f"\n{'collective':<18}{'latency us':>12}{'Mbit/s sent':>13}{'R^2':>8}{'cpu us':>9}{'cpu us/MB':>11}",
             *(_fit_line(name, fit) + _toll(found["toll"][name]) for name, fit in found["fits"].items()),
-            *([f"\n{'ranks':<12}{'latency us':>12}{'Mbit/s sent':>13}{'R^2':>8}"] if found["pairs"] else []),
+            *([f"\n{'ranks':<18}{'latency us':>12}{'Mbit/s sent':>13}{'R^2':>8}"] if found["pairs"] else []),
             *(_fit_line(name, fit) for name, fit in found["pairs"].items()),
-            f"\n{'codec':<12}{'encode':>12}{'decode, add':>13}  ns a value, one core of rank 0",
-            *(f"{name:<12}{s['encode_ns']:>12.2f}{s['decode_ns']:>13.2f}" for name, s in found["speeds"].items()),
+            f"\n{'codec':<18}{'encode':>12}{'decode, add':>13}  ns a value, one core of rank 0",
+            *(f"{name:<18}{s['encode_ns']:>12.2f}{s['decode_ns']:>13.2f}" for name, s in found["speeds"].items()),
         ]
     )
 
 
 def _fit_line(name: str, fit: dict[str, float]) -> str:
-    return f"{name:<12}{1e6 * fit['alpha_s']:>12.0f}{8e-6 * fit['bytes_per_s']:>13.0f}{fit['r_squared']:>8.3f}"
+    return f"{name:<18}{1e6 * fit['alpha_s']:>12.0f}{8e-6 * fit['bytes_per_s']:>13.0f}{fit['r_squared']:>8.3f}"
 
 
 def _toll(fit: dict[str, float]) -> str:
