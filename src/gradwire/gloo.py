@@ -22,13 +22,16 @@ LARGE_BYTES = 3 << 18
 """Between two ranks, more than this goes round gloo's ring, in pieces: on a slow link a long message that has to wait
 for the other's leaves it idle (16 MB a step at 100 Mbit/s: 4% longer)."""
 
-SHORT_SUM = "small_all_reduce"
+SHORT_SUM, LONG_GATHER = "small_all_reduce", "large_all_gather"
 
 
 def way(collective: str, size: int, sent_bytes: float) -> str:
-    """The collective's name, or `SHORT_SUM` for a sum that goes the short way: they cost differently."""
-    short = collective == "all_reduce" and size == 2 and sent_bytes <= SMALL_BYTES
-    return SHORT_SUM if short else collective
+    """The collective's name, or another one where its size makes it go another way: they cost differently."""
+    if collective == "all_reduce" and size == 2 and sent_bytes <= SMALL_BYTES:
+        return SHORT_SUM
+    if collective == "all_gather" and size == 2 and sent_bytes > LARGE_BYTES:
+        return LONG_GATHER
+    return collective
 
 
 class Gloo:

@@ -10,12 +10,13 @@ from gradwire.advisor import Link, emulate
 from gradwire.advisor import probe as probing
 from gradwire.advisor.cost import _toll_s
 from gradwire.advisor.fit import Fit
+from gradwire.advisor.link import HOPS
 from gradwire.advisor.probe import Probe, Row, codec_speed, probe
 from gradwire.advisor.rehearse import Send
 from gradwire.cli.probe import to_text
 from gradwire.codecs import CODECS, Int8
 from gradwire.errors import SpecError
-from gradwire.gloo import SHORT_SUM, SMALL_BYTES
+from gradwire.gloo import LARGE_BYTES, LONG_GATHER, SHORT_SUM, SMALL_BYTES, way
 from gradwire.testing import thread_ranks
 
 LINK = Link(50e6, 2e-3)
@@ -43,8 +44,8 @@ def test_between_ranks_on_a_known_link(monkeypatch):
 
 def test_a_held_collective_waits_without_a_processor(monkeypatch):
     """So the emulated link shows in the time and not in the processor time."""
-    for rows in ("ROWS", "SHORT_ROWS", "LONG_ROWS"):
-        monkeypatch.setattr(probing, rows, ROWS)
+    monkeypatch.setattr(probing, "ROWS", ROWS)
+    monkeypatch.setattr(probing, "BETWEEN_TWO", dict.fromkeys(probing.BETWEEN_TWO, ROWS))
     monkeypatch.setattr(probing, "REPEATS", 2)
     found = thread_ranks(2, _probe)[0]
     assert found.toll.keys() == found.fits.keys()
@@ -67,13 +68,15 @@ def test_costs_scale_with_the_hops():
     assert found.cost_s("all_gather", 5, 1e6) == (pytest.approx(4e-3), pytest.approx(1.0))
 
 
-def test_small_sums_between_two_ranks_have_a_line_of_their_own():
-    fits = {"all_reduce": Fit(3e-3, 1e6, 1.0), SHORT_SUM: Fit(1e-3, 2e6, 1.0)}
+def test_small_sums_and_large_gathers_between_two_ranks_have_lines_of_their_own():
+    fits = {"all_reduce": Fit(3e-3, 1e6, 1.0), SHORT_SUM: Fit(1e-3, 2e6, 1.0), LONG_GATHER: Fit(2e-3, 1e6, 1.0)}
+    assert way("all_gather", 2, LARGE_BYTES) == way("all_gather", 3, LARGE_BYTES + 1) == "all_gather"
     found = Probe(size=2, fits=fits, toll={}, speeds={}, hosts=("a", "b"))
     assert found.cost_s("all_reduce", 2, SMALL_BYTES) == (1e-3, SMALL_BYTES / 2e6)
     assert found.cost_s("all_reduce", 2, SMALL_BYTES + 1) == (3e-3, (SMALL_BYTES + 1) / 1e6)
     assert found.cost_s("all_reduce", 4, 1000) == pytest.approx((9e-3, 1e-3))
     assert _toll_s(Send(0.0, "all_reduce", 2, 1000), fits) == fits[SHORT_SUM].seconds(1000)
+    assert _toll_s(Send(0.0, "all_gather", 2, 1e6), fits) == fits[LONG_GATHER].seconds(1e6)
 
 
 def test_one_rank_has_nothing_to_measure():
@@ -93,7 +96,7 @@ def test_from_the_command_line():
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["size"] == 2
-    assert found["fits"].keys() == {"all_reduce", "small_all_reduce", "all_gather", "all_to_all"}
+    assert found["fits"].keys() == {*HOPS, SHORT_SUM, LONG_GATHER}
     assert found["toll"].keys() == found["fits"].keys()
     assert found["fits"]["all_reduce"]["alpha_s"] >= 0.9 * 2e-3
     assert found["pairs"].keys() == {"0-1"}

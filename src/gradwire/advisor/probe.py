@@ -26,7 +26,7 @@ from gradwire.advisor.link import HOPS
 from gradwire.codecs import CODECS, Codec
 from gradwire.comm import Comm, GroupComm, gather_texts
 from gradwire.errors import SpecError
-from gradwire.gloo import SHORT_SUM, way
+from gradwire.gloo import LONG_GATHER, SHORT_SUM, way
 from gradwire.hook import Hook
 from gradwire.lanes import Lanes
 from gradwire.runner import LaneRunner, Runner
@@ -53,7 +53,9 @@ class Row:
 ROWS = (Row(1 << 10, 16, True), Row(1 << 13, 16, True), Row(1 << 18, 4), Row(3 << 18, 5), Row(3 << 18, 11))
 SHORT_ROWS = (Row(1 << 10, 16, True), Row(1 << 13, 16, True), Row(1 << 16, 8), Row(1 << 18, 4))
 LONG_ROWS = (Row(3 << 17, 4, True), Row(3 << 18, 4, True), Row(1 << 19, 4), Row(1 << 20, 4), Row(1 << 20, 8))
-"""Between two ranks sums go two ways (`gloo.way`): a line through both would be right for neither."""
+LARGE_ROWS = (Row(1 << 20, 2, True), Row(1 << 20, 4), Row(3 << 19, 4))
+BETWEEN_TWO = {"all_reduce": LONG_ROWS, SHORT_SUM: SHORT_ROWS, "all_gather": ROWS, LONG_GATHER: LARGE_ROWS}
+"""Between two ranks some go two ways (`gloo.way`): a line through both would be right for neither."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,14 +104,14 @@ def probe(hook: Hook, *, pairs: bool | None = None, report: Report = lambda part
     if hook.size == 1:
         raise SpecError("probe: there is nothing to measure between 1 rank; start at least 2")
     fits, toll = {}, {}
-    for index, collective in enumerate((*HOPS, SHORT_SUM) if hook.size == 2 else HOPS):
-        report(index / 6, f"timing {collective}")
+    for index, collective in enumerate({**HOPS, **BETWEEN_TWO} if hook.size == 2 else HOPS):
+        report(index / 7, f"timing {collective}")
         fits[collective], toll[collective] = measure(hook.runner, collective, hook.size)
     hosts: list[str] = []
     hook.run(lambda comm: hosts.extend(gather_texts(comm, socket.gethostname(), hook.device)))
-    report(4 / 6, "timing codecs")
+    report(5 / 7, "timing codecs")
     speeds = {name: codec_speed(codec()) for name, codec in CODECS.items()}
-    report(5 / 6, "timing pairs of ranks")
+    report(6 / 7, "timing pairs of ranks")
     wanted = len(set(hosts)) > 1 if pairs is None else pairs
     found = _measure_pairs(hook) if wanted else {}
     return Probe(size=hook.size, fits=fits, toll=toll, speeds=speeds, hosts=tuple(hosts), pairs=found)
@@ -121,8 +123,7 @@ def probe(hook: Hook, *, pairs: bool | None = None, report: Report = lambda part
 def measure(runner: Runner, collective: str, size: int) -> tuple[Fit, Fit]:
     """Time, and processor time of a rank, of a collective over sizes; the same on all ranks."""
     times, busy = {}, {}
-    rows = ROWS if size > 2 else {SHORT_SUM: SHORT_ROWS, "all_reduce": LONG_ROWS}.get(collective, ROWS)
-    for row in rows:
+    for row in BETWEEN_TWO.get(collective, ROWS) if size == 2 else ROWS:
         jobs = [_Job(collective, size, row.message_bytes) for _ in range(row.count)]
         runner.run(jobs[0])  # touches new memory, and all ranks begin together
         time_s, busy_s = _row_s(runner, jobs, in_turn=row.in_turn)
@@ -162,7 +163,7 @@ class _Job:
     """A collective on a tensor of its own, of which each rank sends about so much."""
 
     def __init__(self, collective: str, size: int, sent_bytes: int) -> None:
-        collective = collective.removeprefix("small_")
+        collective = collective.removeprefix("small_").removeprefix("large_")
         self._name = collective + ("_" if collective == "all_reduce" else "")
         self._tensor = _message(collective, size, sent_bytes)
         self.sent_bytes = 0.0
