@@ -60,7 +60,7 @@ def attach(
     asked: str | None = None,
 ) -> Hook:
     """Give `model` a hook that averages over `group`, by default the model's own."""
-    _check_model(model, asked or str(exchange))
+    _check_model(model, str(exchange))
     _check_parameters(model)
     if chunk_bytes is not None and (not isinstance(chunk_bytes, int) or chunk_bytes < 1024):
         raise SpecError(f"chunk_bytes must be a whole number of at least 1024, got {chunk_bytes!r}")
@@ -205,7 +205,7 @@ def _backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     return str(group._get_backend(device).name()).lower()
 
 
-def _check_model(model: object, asked: str) -> None:
+def _check_model(model: object, wanted: str) -> None:
     if not isinstance(model, DistributedDataParallel):
         raise RegisterError(
             f"register() takes a torch.nn.parallel.DistributedDataParallel, got {type(model).__name__}; wrap the model "
@@ -218,7 +218,7 @@ def _check_model(model: object, asked: str) -> None:
         if isinstance(carried, _Carried):
             raise RegisterError(
                 f"this model already has the gradwire hook {str(carried.hook.exchange)!r}, and DDP takes one hook for "
-                f"life; to change it use switch() of the Hook that register() returned, as in hook.switch({asked!r})"
+                f"life; to change it use switch() of the Hook that register() returned, as in hook.switch({wanted!r})"
             )
         name = getattr(model._comm_hooks[0][0], "__qualname__", "?")
         raise RegisterError(

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from gradwire.bucket import Bucket
+from gradwire.codecs.base import new_total
 from gradwire.errors import StateError
-from gradwire.scratch import empty
 
 
 @contextmanager
@@ -36,9 +36,7 @@ def fed_back(flat: Tensor, residual: Tensor | None) -> Iterator[Tensor]:
 
 def working_copy(flat: Tensor) -> Tensor:
     """The values in a type to calculate in: float32, or float64 for those who have it."""
-    if flat.dtype in (torch.float32, torch.float64):
-        return flat
-    return empty(flat.shape, torch.float32, flat.device).copy_(flat)
+    return new_total(flat).copy_(flat) if flat.dtype.itemsize < 4 else flat
 
 
 class Residuals:

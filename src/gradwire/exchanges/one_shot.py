@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from gradwire.codecs import Codec
+from gradwire.codecs.base import new_total
 from gradwire.comm import Comm
 from gradwire.exchanges.plan import Plan, encode_part, keep_loss_, new_wires, sum_part_
-from gradwire.scratch import empty
 
 
 def one_shot_(flat: Tensor, whole: Plan, codec: Codec, comm: Comm, residual: Tensor | None = None) -> None:
@@ -20,12 +19,7 @@ def one_shot_(flat: Tensor, whole: Plan, codec: Codec, comm: Comm, residual: Ten
     encode_part(codec, flat, part, wire)
     if residual is not None:
         keep_loss_(codec, flat, part, wire, residual.zero_())
-    total = _room_for_sum(flat)
+    total = new_total(flat) if flat.dtype.itemsize < 4 else flat  # 16 bits are too coarse to add up in
     sum_part_(codec, total, part, comm.all_gather(wire), 1.0 / comm.size)
     if total is not flat:
         flat.copy_(total)
-
-
-def _room_for_sum(flat: Tensor) -> Tensor:
-    """`flat` itself, unless its type is too coarse to add up in."""
-    return flat if flat.dtype in (torch.float32, torch.float64) else empty(flat.shape, torch.float32, flat.device)
