@@ -65,7 +65,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--workload", nargs="+", default=list(TASKS), choices=list(TASKS))
     parser.add_argument("--rates", nargs="+", default=[*netns.BURST, "none"], choices=[*netns.BURST, "none"])
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--bucket-mb", type=float, default=25, help="DDP's bucket_cap_mb")
+    parser.add_argument(
+        "--bucket-mb", type=float, help="DDP's bucket_cap_mb; by default what each hook makes of its default"
+    )
     parser.add_argument("--hooks", nargs="+", default=list(EXCHANGES))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=0.5, help="time a hook gets in a round")
@@ -92,7 +94,7 @@ def run_cell(workload: str, rate: str, args: argparse.Namespace) -> dict[str, An
 class Run:
     """One hook on a model of its own."""
 
-    def __init__(self, name: str, task: Task, bucket_mb: float) -> None:
+    def __init__(self, name: str, task: Task, bucket_mb: float | None) -> None:
         self.name, self.task = name, task
         self.model = DistributedDataParallel(task.module, bucket_cap_mb=bucket_mb)
         self.hook = None if name == "plain" else gradwire.register(self.model, name)

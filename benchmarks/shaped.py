@@ -4,6 +4,9 @@
 
 All hooks of a cell run in the same processes, one after the other, round after round, so that a slow minute of the
 machine hits them all. torch's hooks that are known to hang or abort get processes and a time limit of their own.
+
+Buckets are what each hook makes of DDP's default: 25 MB, smaller ones under gradwire (`gradwire.rebucket`). A size
+after an @, as in plain@4, is DDP's bucket_cap_mb for one hook, and --bucket-mb for all others.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ import netns
 from gradwire.verify import fingerprint
 
 OURS = ("exact", "noop", "fp16", "bf16", "bf16:accumulate=wire", "int8", "int4", "int3", "int2", "sign")
-SAFE = ("plain", "torch:FP16_COMPRESS", "torch:BF16_COMPRESS")
+SAFE = ("plain", "plain@4", "torch:FP16_COMPRESS", "torch:FP16_COMPRESS@4", "torch:BF16_COMPRESS")
 RISKY = (
     "torch:QUANTIZE_PER_TENSOR",
     "torch:QUANTIZE_PER_CHANNEL",
@@ -70,7 +73,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--rates", nargs="+", default=["100mbit", "1gbit", "10gbit", "none"])
     parser.add_argument("--hooks", nargs="+", default=[*SAFE, *OURS])
     parser.add_argument("--risky", nargs="*", default=list(RISKY), help="hooks that get processes of their own")
-    parser.add_argument("--bucket-mb", type=float, default=25, help="DDP's bucket_cap_mb, for every hook")
+    parser.add_argument("--bucket-mb", type=float, help="DDP's bucket_cap_mb, for every hook without its own")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=2.0, help="time a hook gets in a round")
     parser.add_argument("--out", help="JSON lines")
@@ -154,9 +157,11 @@ def run_rank(args: argparse.Namespace) -> None:
 class Run:
     """One hook on a model of its own."""
 
-    def __init__(self, name: str, bucket_mb: float) -> None:
+    def __init__(self, name: str, bucket_mb: float | None) -> None:
         self.name, self.failed = name, None
-        if bucket_mb >= ONE_BUCKET:  # DDP's first bucket is a small one otherwise
+        hook, _, own_mb = name.partition("@")
+        bucket_mb = float(own_mb) if own_mb else bucket_mb
+        if bucket_mb is not None and bucket_mb >= ONE_BUCKET:  # DDP's first bucket is a small one otherwise
             dist._DEFAULT_FIRST_BUCKET_BYTES = 1 << 40
         torch.manual_seed(0)
         layers = [nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
@@ -168,7 +173,7 @@ class Run:
         self.error, self.identical, self.steps = None, None, 1
         self.state = None
         try:
-            self.state = register(self.model, name)
+            self.state = register(self.model, hook)
         except Exception as error:
             self.failed = f"refused: {type(error).__name__}: {error}"
 
@@ -265,10 +270,11 @@ def sent_bytes() -> int:
 # -- the table -------------------------------------------------------------------------------------------------------
 
 
-def print_cell(ranks: int, rate: str, bucket_mb: float, cell: list[dict]) -> None:
+def print_cell(ranks: int, rate: str, bucket_mb: float | None, cell: list[dict]) -> None:
     """The cell as a table."""
     medians = {row["hook"]: statistics.median(row["step_ms"]) for row in cell if "step_ms" in row}
-    print(f"\n{ranks} hosts, {rate}: {LAYERS} x Linear({WIDTH}, {WIDTH}), batch {BATCH}, buckets of {bucket_mb:g} MB")
+    buckets = "default buckets" if bucket_mb is None else f"buckets of {bucket_mb:g} MB"
+    print(f"\n{ranks} hosts, {rate}: {LAYERS} x Linear({WIDTH}, {WIDTH}), batch {BATCH}, {buckets}")
     print(HEADER)
     for row in cell:
         print(f"{row['hook']:<24}{row['failed']}" if "failed" in row else line(row, medians, rate))

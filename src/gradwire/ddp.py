@@ -19,11 +19,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.bucket import GRADIENT_DTYPES, Bucket, from_ddp, segments_of
 from gradwire.comm import Comm, TracedComm, slow_link
-from gradwire.errors import RegisterError, SpecError
+from gradwire.errors import GradwireError, RegisterError, SpecError
 from gradwire.exchanges import Exact, Exchange, exchange
 from gradwire.hook import Hook
 from gradwire.lanes import Lanes
 from gradwire.policies.auto import Pilot, auto
+from gradwire.rebucket import check_bucket_mb, rebucket
 from gradwire.runner import THREADS, LaneRunner, Runner, StreamRunner
 
 log = logging.getLogger("gradwire")
@@ -35,20 +36,26 @@ _engines_made: "weakref.WeakKeyDictionary[Any, Iterable[int]]" = weakref.WeakKey
 
 
 def register(
-    model: DistributedDataParallel, spec: str | Exchange, *, chunk_bytes: int | None = None, **options: object
+    model: DistributedDataParallel,
+    spec: str | Exchange,
+    *,
+    chunk_bytes: int | None = None,
+    bucket_mb: float | None = None,
+    **options: object,
 ) -> Hook:
     """Average the gradients of a DDP model through `spec`. Call it once, on all ranks, before training.
 
     `spec` is text such as `"fp16"` or `"bf16:accumulate=wire"`, or an exchange object; `options` are those of the spec.
     `"auto"` tries several while the model trains and goes on with the best (`gradwire.policies.auto`).
-    `chunk_bytes` of gradient travel at a time; leave it alone unless you measure. Errors come out here and not at the
-    first step.
+    `chunk_bytes` of gradient travel at a time; leave it alone unless you measure. `bucket_mb` is the size of the
+    buckets that DDP fills: a CPU model that was built without `bucket_cap_mb` gets smaller ones than DDP's 25 MB, see
+    `gradwire.rebucket`. Errors come out here and not at the first step.
     """
     if (settings := auto(spec, **options)) is not None:
-        hook = attach(model, Exact(), chunk_bytes=chunk_bytes, asked=str(settings))
+        hook = attach(model, Exact(), chunk_bytes=chunk_bytes, bucket_mb=bucket_mb, asked=str(settings))
         hook.pilot = Pilot(hook, settings) if hook.size > 1 else None
         return hook
-    return attach(model, exchange(spec, **options), chunk_bytes=chunk_bytes)
+    return attach(model, exchange(spec, **options), chunk_bytes=chunk_bytes, bucket_mb=bucket_mb)
 
 
 def attach(
@@ -57,6 +64,7 @@ def attach(
     *,
     group: dist.ProcessGroup | None = None,
     chunk_bytes: int | None = None,
+    bucket_mb: float | None = None,
     asked: str | None = None,
 ) -> Hook:
     """Give `model` a hook that averages over `group`, by default the model's own."""
@@ -64,15 +72,21 @@ def attach(
     _check_parameters(model)
     if chunk_bytes is not None and (not isinstance(chunk_bytes, int) or chunk_bytes < 1024):
         raise SpecError(f"chunk_bytes must be a whole number of at least 1024, got {chunk_bytes!r}")
+    check_bucket_mb(bucket_mb)
     traced = getattr(model, "_use_python_reducer", False)
     if traced and asked is not None:
         raise RegisterError(f"{asked} counts steps, which DDP's compiled reducer does not show; name a hook instead")
     group = group or model.process_group
     params = _named_parameters(model)
     hook = make_hook(exchange, group, _device(model), chunk_bytes, params, asked=asked, traced=traced)
-    carried = _Carried(hook, model, group)
     try:
-        model.register_comm_hook(carried, gradwire_hook)
+        if hook.size > 1:
+            hook.agree("bucket_mb", str(bucket_mb or "default"))
+        rebucket(model, bucket_mb)
+        model.register_comm_hook(_Carried(hook, model, group), gradwire_hook)
+    except GradwireError:
+        hook.close()
+        raise
     except RuntimeError as error:
         hook.close()
         raise RegisterError(f"DDP refused the hook: {error}") from error

@@ -82,6 +82,12 @@ def chunk_bytes(ranks: Ranks) -> None:
 
 
 @check(sizes=(1, 2), specs=ONE)
+def bucket_mb(ranks: Ranks) -> None:
+    for wrong in (0, -1.0, float("nan"), float("inf"), "4", True):
+        assert "finite number above 0" in refusal(ranks, "fp16", bucket_mb=wrong)
+
+
+@check(sizes=(1, 2), specs=ONE)
 def no_ddp_model(ranks: Ranks) -> None:
     for model in (nn.Linear(2, 2), None, "model", nn.DataParallel(nn.Linear(2, 2))):
         text = raised(RegisterError, lambda model=model: gradwire.register(model, "fp16"))
@@ -134,6 +140,7 @@ def auto_on_one_rank_only(ranks: Ranks) -> None:
 def ranks_that_ask_for_different_chunks(ranks: Ranks) -> None:
     """Other chunks are other collectives: without a word the ranks would wait for each other."""
     assert "chunk_bytes" in refusal(ranks, "fp16", RegisterError, chunk_bytes=1024 * (1 + ranks.rank))
+    assert "bucket_mb" in refusal(ranks, "fp16", RegisterError, bucket_mb=1 + ranks.rank)
 
 
 @check(sizes=(2,), specs=ONE)

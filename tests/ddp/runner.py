@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from . import api, bad, compiled, failures, groups, modes, odd, reference, state  # noqa: F401  importing one adds its checks
+from . import api, bad, buckets, compiled, failures, groups, modes, odd, reference, state  # noqa: F401  importing one adds its checks
 from .kit import CHECKS, GROUP_TIMEOUT_S, MAIN, SPECS, Check, Ranks
 
 Case = tuple[int, str, str]

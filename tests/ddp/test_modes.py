@@ -28,3 +28,8 @@ def test_compiled(ddp_case: Case, outcome: Outcome) -> None:
 @pytest.mark.parametrize("ddp_case", cases("reference"))
 def test_as_torch_tests_its_own(ddp_case: Case, outcome: Outcome) -> None:
     outcome(ddp_case)
+
+
+@pytest.mark.parametrize("ddp_case", cases("buckets"))
+def test_buckets(ddp_case: Case, outcome: Outcome) -> None:
+    outcome(ddp_case)

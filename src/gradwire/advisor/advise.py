@@ -195,11 +195,11 @@ def _survey(
 
 def _compute_of(found: Headroom) -> dict[str, Any]:
     step_s = statistics.median(found.without_s)
-    *ready, backward_s = found.came_s or (step_s * 2 / 3,)
+    backward_s = min(found.backward.backward_s or step_s * 2 / 3, step_s)
     cores = max((os.cpu_count() or 1) / found.ranks, 0.5)
     return {
-        "forward_s": max(step_s - backward_s, 0.0),
-        "ready_s": ready,
+        "forward_s": step_s - backward_s,
+        "came_s": dict(found.backward.came_s),
         "backward_s": backward_s,
         "cores": cores,
         "threads": min(torch.get_num_threads(), max(1, round(cores))),

@@ -11,9 +11,9 @@ the model is needed, and what is timed is the user's whole step: data, forward, 
 
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -35,8 +35,21 @@ ORDER = (True, False, False, True)
 WARM_UP = 6
 """Steps before the first timed one: DDP cuts its buckets anew, memory is first touched, caches fill."""
 
-Publish = Callable[[list[float], list[float]], None]
 Mean = Callable[[Any], Future[Tensor]]
+
+
+class Backward(NamedTuple):
+    """A backward pass without communication, from the first bucket on."""
+
+    backward_s: float
+    """When it ended."""
+    came_s: Mapping[str, float]
+    """When the gradient of each parameter was there."""
+
+
+UNSEEN = Backward(0.0, {})
+
+Publish = Callable[[list[float], Backward], None]
 
 
 class Clock:
@@ -44,8 +57,7 @@ class Clock:
 
     A step lasts from the first bucket of one backward pass to the first of the next: nothing is left out, wherever a
     script begins its loop. `publish` gets all times so far, the slowest rank's of each step, whenever a round of ORDER
-    is complete on all ranks, and when this rank's buckets came and backward ended in the last step without
-    communication.
+    is complete on all ranks, and this rank's median backward pass without communication.
     """
 
     def __init__(self, steps: int, publish: Publish) -> None:
@@ -55,8 +67,8 @@ class Clock:
         self._begun = 0
         self._since_s = self._stopped_s = 0.0
         self._times: list[float] = []
-        self._came_s: list[float] = []
-        self._last_came_s: list[float] = []
+        self._came_s: dict[str, float] | None = None
+        self._passes: list[Backward] = []
 
     def begin_step(self, model: "Alternating", group: dist.ProcessGroup, device: torch.device) -> None:
         """The first bucket of a model is there. Of several models the first to train counts the steps."""
@@ -70,15 +82,21 @@ class Clock:
         done = len(self._times)
         self.communicates = self._begun < WARM_UP or done == self._steps or ORDER[done % len(ORDER)]
         self._begun += 1
-        if len(self._came_s) > 1:
-            self._last_came_s = self._came_s
-        self._came_s = []
+        self._came_s = None if self.communicates else {}
         self._stopped_s, self._since_s = 0.0, now(device)
 
-    def came(self, model: "Alternating", device: torch.device) -> None:
-        """A bucket has come, or backward has ended, in a step without communication."""
-        if model is self._lead:
-            self._came_s.append(now(device) - self._since_s)
+    def came(self, model: "Alternating", names: Iterable[str], device: torch.device) -> None:
+        """Gradients are there. The first time in a step counts, and only in one without communication."""
+        if model is self._lead and self._came_s is not None:
+            came_s = now(device) - self._since_s
+            for name in names:
+                self._came_s.setdefault(name, came_s)
+
+    def ended(self, model: "Alternating", device: torch.device) -> None:
+        """A backward pass without communication is through."""
+        if model is self._lead and self._came_s is not None:
+            self._passes.append(Backward(now(device) - self._since_s, self._came_s))
+            self._came_s = None
 
     def stopped(self, seconds: float) -> None:
         """The step has been held up by so much."""
@@ -90,7 +108,8 @@ class Clock:
             latest = torch.tensor(self._times[-len(ORDER) :], dtype=torch.float64, device=device)
             dist.all_reduce(latest, dist.ReduceOp.MAX, group=group)
             self._times[-len(ORDER) :] = latest.tolist()
-            self._publish(self._times, self._last_came_s)
+            passes = sorted(self._passes, key=lambda each: each.backward_s)
+            self._publish(self._times, passes[len(passes) // 2] if passes else UNSEEN)
 
 
 class Alternating:
@@ -105,6 +124,10 @@ class Alternating:
         self._last_index = -1
         self._communicates = True
         self._aside: list[tuple[Any, Future[Tensor]]] = []
+        if self._device.type == "cpu":  # elsewhere a look at the clock would hold up the device
+            for param in self._names:
+                if param.requires_grad:
+                    param.register_post_accumulate_grad_hook(self._note)
 
     def average(self, bucket: Any) -> Future[Tensor]:
         """What DDP gets for a bucket: its mean over the ranks, now or at the end of the backward pass."""
@@ -116,18 +139,21 @@ class Alternating:
         ours = from_ddp(bucket, lambda param: self._names[param])
         return self._mean(ours) if self._communicates else self._put_aside(ours)
 
+    def _note(self, param: Tensor) -> None:
+        self._clock.came(self, (self._names[param],), self._device)
+
     def _put_aside(self, bucket: Any) -> Future[Tensor]:
         if not self._aside:  # runs at the end of the backward pass, before DDP looks for answers
             Variable._execution_engine.queue_callback(self._make_up)
         future = new_future(self._device)
         self._aside.append((bucket, future))
-        self._clock.came(self, self._device)
+        self._clock.came(self, bucket.names, self._device)
         return future
 
     def _make_up(self) -> None:
         """Average what was put aside, off the clock."""
         began_s = now(self._device)
-        self._clock.came(self, self._device)
+        self._clock.ended(self, self._device)
         aside, self._aside = self._aside, []
         means = [self._mean(bucket) for bucket, _ in aside]
         for mean, (_, future) in zip(means, aside, strict=True):

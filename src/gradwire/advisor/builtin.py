@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.bench.workload import Workload, WorkloadSettings
 
 
-def main(steps: int, bucket_mb: float = 25.0) -> None:
+def main(steps: int, bucket_mb: float | None = None) -> None:
     """Train so many steps under plain DDP."""
     dist.init_process_group("gloo")
     workload = Workload(WorkloadSettings(), seed=0, rank=dist.get_rank(), size=dist.get_world_size())

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.advisor.alternate import ORDER, WARM_UP, Alternating, Clock, alternating_hook
+from gradwire.advisor.alternate import ORDER, UNSEEN, WARM_UP, Alternating, Backward, Clock, alternating_hook
 from gradwire.advisor.link import Link
 from gradwire.errors import SpecError
 from gradwire.launch import Plan, Script, ScriptFailed, follow
@@ -42,8 +42,8 @@ class Headroom:
     """None: as it is."""
     wanted_steps: int
     """Of both kinds together."""
-    came_s: tuple[float, ...] = ()
-    """When rank 0's buckets came, and last when backward ended, from the first bucket on, without communication."""
+    backward: Backward = UNSEEN
+    """Of rank 0, the median one without communication."""
 
     @property
     def exposed_s(self) -> float:
@@ -154,12 +154,12 @@ def timed(model: DistributedDataParallel, plan: Plan) -> None:
     """Time a model of the script, and leave a note after every round."""
     group, note = model.process_group, plan.new_note("times")
 
-    def publish(times: list[float], came_s: list[float]) -> None:
-        plan.write(note, {"rank": group.rank(), "ranks": group.size(), "times": times, "came_s": came_s})
+    def publish(times: list[float], backward: Backward) -> None:
+        plan.write(note, {"rank": group.rank(), "ranks": group.size(), "times": times, **backward._asdict()})
 
     if plan.folder not in _clocks:
         _clocks[plan.folder] = Clock(plan.job["steps"], publish)
-        publish([], [])
+        publish([], UNSEEN)
     model.register_comm_hook(Alternating(model, _clocks[plan.folder], plan.job["link"]), alternating_hook)
 
 
@@ -190,7 +190,7 @@ def _result(plan: Plan) -> Headroom | None:
         ranks=ranks,
         link=plan.job["link"],
         wanted_steps=plan.job["steps"],
-        came_s=tuple(first["came_s"]),
+        backward=Backward(first["backward_s"], first["came_s"]),
     )
 
 

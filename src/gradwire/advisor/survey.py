@@ -7,6 +7,7 @@ the step time of the most promising ones as it is.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,7 @@ import torch
 from gradwire.advisor.cost import Compute, Prediction, Wire, predict_step
 from gradwire.advisor.link import Link
 from gradwire.advisor.probe import probe
-from gradwire.advisor.rehearse import rehearse
+from gradwire.advisor.rehearse import Layout, rehearse
 from gradwire.exchanges import exchange
 from gradwire.hook import Hook
 from gradwire.policies.auto import Auto, Pilot
@@ -27,7 +28,7 @@ from gradwire.stats import Stats
 MEASURED = 4
 """So many of the most promising hooks are measured, besides `exact` and `bf16`."""
 ALWAYS = ("exact", "bf16")
-UNKNOWN: Mapping[str, Any] = {"forward_s": 0.0, "backward_s": 0.0, "ready_s": (), "cores": 1.0, "threads": 1}
+UNKNOWN: Mapping[str, Any] = {"forward_s": 0.0, "backward_s": 0.0, "came_s": {}, "cores": 1.0, "threads": 1}
 """On ranks whose prediction does not count."""
 
 
@@ -72,7 +73,7 @@ class Survey(Pilot):
         layouts = [hook.layouts[index] for index in sorted(hook.layouts)]
         probed = probe(hook, pairs=False)
         wire: Wire = Link.parse(self._link) if self._link else probed
-        compute = _compute(self._compute or UNKNOWN, len(layouts))
+        compute = _compute(self._compute or UNKNOWN, layouts)
         found = {
             spec: predict_step(rehearse(exchange(spec), layouts, hook.size), wire, compute, probed.toll)
             for spec in self.settings.specs
@@ -127,15 +128,19 @@ def _split(stats: Stats | None, step_s: Sequence[float] | None) -> dict[str, flo
     return {"compute_s": statistics.median(step_s) - wait_s, **work, "wait_s": wait_s}
 
 
-def _compute(found: Mapping[str, Any], buckets: int) -> Compute:
-    """From a step without communication. Where the buckets were not seen, they come at equal distances."""
-    ready: Sequence[float] = found["ready_s"]
-    if len(ready) != buckets:
-        ready = [found["backward_s"] * (index + 1) / buckets for index in range(buckets)]
+def _compute(found: Mapping[str, Any], layouts: Sequence[Layout]) -> Compute:
+    """From a step without communication. A bucket is ready when the gradients of all its parameters are there.
+
+    Where they were not seen, buckets come at equal distances.
+    """
+    came_s, backward_s = found["came_s"], found["backward_s"]
+    ready = [max(came_s.get(segment.name, backward_s) for segment in layout) for layout in layouts]
+    if not came_s:
+        ready = [backward_s * (index + 1) / len(layouts) for index in range(len(layouts))]
     return Compute(
         forward_s=found["forward_s"],
-        ready_s=tuple(min(value, found["backward_s"]) for value in ready),
-        backward_s=found["backward_s"],
+        ready_s=tuple(itertools.accumulate((min(value, backward_s) for value in ready), max)),
+        backward_s=backward_s,
         cores=found["cores"],
         threads=found["threads"],
     )

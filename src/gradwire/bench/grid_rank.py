@@ -54,7 +54,7 @@ class HeardWorkload(Workload):
 class WatchedTraining(Training):
     """Keeps the training loss of every step, and where the time went."""
 
-    def __init__(self, name: str, workload: HeardWorkload, bucket_mb: float) -> None:
+    def __init__(self, name: str, workload: HeardWorkload, bucket_mb: float | None) -> None:
         super().__init__(name, workload, bucket_mb)
         self._heard = workload
         self._losses: list[float] = []

@@ -39,8 +39,8 @@ class Settings:
     """After so many seconds of training no new round begins, for all hooks alike. None: train to the end."""
     seed: int = 0
     """Of the weights, and with rank and step of the batches."""
-    bucket_mb: float = 25.0
-    """DDP's `bucket_cap_mb`."""
+    bucket_mb: float | None = None
+    """DDP's `bucket_cap_mb`. None: DDP's default, which hooks may change (`gradwire.rebucket`)."""
     timeout_s: float = 60.0
     """How long a collective may take before the run is given up."""
     workload: WorkloadSettings = field(default_factory=WorkloadSettings)
@@ -52,7 +52,7 @@ class Settings:
         _check(self.round_steps >= 1, f"round_steps must be at least 1, got {self.round_steps}")
         _check(0 <= self.seed < 2**63, f"seed must be between 0 and 2^63 - 1, got {self.seed}")
         _check(self.limit_s is None or self.limit_s > 0, f"limit_s must be above 0 or None, got {self.limit_s}")
-        _check(self.bucket_mb > 0, f"bucket_mb must be above 0, got {self.bucket_mb}")
+        _check(self.bucket_mb is None or self.bucket_mb > 0, f"bucket_mb must be above 0, got {self.bucket_mb}")
         _check(self.timeout_s > 0, f"timeout_s must be above 0, got {self.timeout_s}")
 
     @classmethod

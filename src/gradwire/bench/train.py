@@ -97,7 +97,7 @@ class Clock:
 class Training:
     """One hook on a model of its own."""
 
-    def __init__(self, name: str, workload: Workload, bucket_mb: float) -> None:
+    def __init__(self, name: str, workload: Workload, bucket_mb: float | None) -> None:
         self.name = name
         self._workload = workload
         self._model = DistributedDataParallel(workload.model(), bucket_cap_mb=bucket_mb)

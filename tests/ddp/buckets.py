@@ -1,0 +1,137 @@
+"""Buckets of another size than DDP made: every mode of DDP goes on as it was."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import gradwire
+from gradwire import RegisterError
+from gradwire.rebucket import BUCKETS, SMALLEST_BYTES
+
+from . import models
+from .kit import UNEVEN, Ranks, check
+from .models import batch, seeded
+from .modes import Checkpointed, steps
+from .trial import Trial, raised, train
+
+SOME = ("exact", "int8", "int2:feedback=true,exempt=none", "powersgd:rank=1,min_compression=0.5")
+ONE = ("exact",)
+SMALL = {"bucket_mb": 0.002}
+WIDE = 1100
+"""Layers of 4.8 MB, more than the smallest bucket."""
+
+
+def small(ranks: Ranks, module: nn.Module, count: int = 3, **ddp: object) -> Trial:
+    trial = steps(ranks, Trial(ranks, module, register=SMALL, **ddp), count)
+    assert len(trial.hook.layouts) > 2
+    return trial
+
+
+@check(sizes=UNEVEN, specs=SOME)
+def smaller_than_ddp_made(ranks: Ranks) -> None:
+    small(ranks, seeded(models.Deep, 6))
+
+
+@check(specs=SOME)
+def other_than_the_user_gave_ddp(ranks: Ranks) -> None:
+    small(ranks, seeded(models.Deep, 6), bucket_cap_mb=1)
+    small(ranks, seeded(models.Deep, 6), bucket_cap_mb_list=[0.1, 0.2])
+    large = steps(ranks, Trial(ranks, seeded(models.Deep, 6), bucket_cap_mb=0.002, register={"bucket_mb": 1}), 3)
+    assert len(large.hook.layouts) == 1
+
+
+@check(specs=SOME)
+def with_gradients_as_views(ranks: Ranks) -> None:
+    trial = small(ranks, seeded(models.Deep, 6), gradient_as_bucket_view=True)
+    trial.step(*(batch(ranks.rank, 10 + part) for part in range(2)))
+
+
+@check(specs=SOME)
+def with_unused_parameters(ranks: Ranks) -> None:
+    module = seeded(models.Picky, 6)
+    module.use = (0, 2) if ranks.rank else (0, 1)
+    small(ranks, module, find_unused_parameters=True)
+
+
+@check(specs=SOME)
+def with_a_static_graph(ranks: Ranks) -> None:
+    small(ranks, seeded(models.Reusing, 6), static_graph=True)
+    small(ranks, seeded(Checkpointed, 6), static_graph=True)
+
+
+@check(specs=SOME)
+def with_ignored_and_frozen_parameters(ranks: Ranks) -> None:
+    module = seeded(models.Deep, 6)
+    DDP._set_params_and_buffers_to_ignore_for_model(module, ["layers.1.weight", "layers.1.bias"])
+    for name in ("weight", "bias"):
+        getattr(module.layers[1], name).requires_grad_(False)
+    small(ranks, module)
+
+
+@check(specs=SOME)
+def with_buffers(ranks: Ranks) -> None:
+    steps(ranks, Trial(ranks, seeded(models.Normed), register=SMALL))
+
+
+@check(specs=SOME)
+def after_some_steps(ranks: Ranks) -> None:
+    for ddp in ({}, {"static_graph": True}, {"gradient_as_bucket_view": True}):
+        module = seeded(models.Deep, 6)
+        model = ranks.wrap(module, **ddp)
+        train(model, (batch(ranks.rank, step) for step in range(3)))
+        trial = steps(ranks, Trial(ranks, module, model=model, register=SMALL), 3)
+        assert len(trial.hook.layouts) > 2
+
+
+@check(specs=ONE)
+def nothing_is_left_of_the_old_reducer(ranks: Ranks) -> None:
+    """It would answer to the same gradients."""
+    model = ranks.wrap(seeded(models.Deep, 6))
+    old = model.reducer
+    ranks.register(model, "exact", **SMALL)
+    assert model.reducer is not old
+    assert sys.getrefcount(old) == 2
+
+
+@check(sizes=(1, 2), specs=ONE)
+def smaller_ones_by_default(ranks: Ranks) -> None:
+    """On the CPU, where DDP was not told a size and there is somebody to send them to."""
+    model = ranks.wrap(seeded(models.Deep, 3, WIDE))
+    trial = steps(ranks, Trial(ranks, model.module, model=model), 2, width=WIDE)
+    assert model.bucket_bytes_cap == (25 << 20 if ranks.size == 1 else SMALLEST_BYTES)
+    assert len(trial.hook.layouts) == (2 if ranks.size == 1 else 3)
+    told = ranks.wrap(seeded(models.Deep, 3, WIDE), bucket_cap_mb=25)
+    ranks.register(told)
+    assert told.bucket_bytes_cap == 25 << 20
+
+
+@check(specs=ONE)
+def eighths_of_a_large_model(ranks: Ranks) -> None:
+    module = nn.ParameterList([torch.zeros(1 << 20) for _ in range(16)])
+    model = ranks.wrap(module)
+    ranks.register(model)
+    assert model.bucket_bytes_cap == (64 << 20) // BUCKETS
+
+
+@check(specs=ONE)
+def one_bucket_stays_one(ranks: Ranks) -> None:
+    model = ranks.wrap(seeded(models.Deep, 2))
+    old = model.reducer
+    ranks.register(model)
+    assert model.reducer is old
+
+
+@check(specs=ONE)
+def a_torch_that_is_made_otherwise(ranks: Ranks) -> None:
+    module = seeded(models.Deep, 6)
+    model = ranks.wrap(module)
+    cap = model.bucket_bytes_cap
+    model._ddp_init_helper = lambda: None
+    text = raised(RegisterError, lambda: gradwire.register(model, "exact", **SMALL))
+    assert "bucket_cap_mb" in text
+    assert model.bucket_bytes_cap == cap
+    steps(ranks, Trial(ranks, module, model=model))
