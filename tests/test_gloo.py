@@ -62,3 +62,36 @@ def test_odd_tensors_go_the_backends_way(size):
         return sparse.to_dense().tolist() == [1.0] * size
 
     assert all(thread_ranks(size, run))
+
+
+@pytest.mark.parametrize("numel", [1024, LARGE_BYTES + 1])
+def test_a_rank_that_leaves_ends_the_wait(numel):
+    """Short messages and long ones."""
+
+    def run(rank):
+        runner, ours = lane_of(rank)
+        if rank.rank == 1:
+            del ours
+            runner.lanes.break_(RuntimeError("gone"))
+            return True
+        with pytest.raises(RuntimeError):
+            gathered(ours, torch.zeros(numel, dtype=torch.uint8))
+        return True
+
+    assert all(thread_ranks(2, run))
+
+
+def test_long_messages_keep_their_order():
+    """Many under way at once, waited for from the last to the first."""
+
+    def run(rank):
+        runner, ours = lane_of(rank)
+        sent = [torch.full((LARGE_BYTES + 1,), 10 * index + rank.rank, dtype=torch.uint8) for index in range(8)]
+        outs = [torch.empty(2 * mine.numel(), dtype=torch.uint8) for mine in sent]
+        works = [ours._allgather_base(out, mine) for out, mine in zip(outs, sent, strict=True)]
+        for work in reversed(works):
+            work.wait()
+        runner.close()
+        return [out[:: LARGE_BYTES + 1].tolist() for out in outs] == [[10 * i, 10 * i + 1] for i in range(8)]
+
+    assert all(thread_ranks(2, run))

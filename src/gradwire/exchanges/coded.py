@@ -90,11 +90,10 @@ class Coded:
     def chunk_bytes(self, size: int) -> int:
         """1 MB a rank, up to 4: smaller ones cost more wake-ups than they hide, larger ones leave the wire idle.
 
-        4 MB too where a value is a byte or less on the wire. On many ranks no less than 256 kB a rank: each has a part
-        of its own, with work and a message of its own.
+        On many ranks no less than 256 kB a rank: each has a part of its own, with work and a message of its own.
         """
-        if self.accumulate == "wire" or self.codec.wire_bytes(1 << 20) < 2 << 20:
-            return max(4 << 20, size << 18)
+        if self.accumulate == "wire":
+            return 4 << 20
         return max(min(size, 4) << 20, size << 18)
 
     def bound(self, size: int) -> float:
