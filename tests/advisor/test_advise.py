@@ -88,6 +88,14 @@ def test_the_reason_has_the_figures_and_the_line_is_there_to_paste():
     assert found.line == 'gradwire.register(ddp_model, "int8")'
 
 
+def test_what_smaller_buckets_alone_do_is_told():
+    """All hooks are measured with them, `exact` too; DDP as it is without."""
+    told = "DDP as it is takes 100.0 ms, as its buckets are larger"
+    assert told in advice([row("exact", 85, 3e-8), *ROWS[1:]]).reason()
+    assert told in advice([row("exact", 85, 3e-8), row("bf16", 84, 1e-3)]).reason()
+    assert told not in advice([row("exact", 95, 3e-8), *ROWS[1:]]).reason()
+
+
 def test_text_has_the_measured_first_and_marks_the_pick():
     text = to_text(advice())
     lines = text.splitlines()
