@@ -1,4 +1,4 @@
-"""Step 10: register(), the only file that knows DistributedDataParallel."""
+"""Step 10: register(), which knows DistributedDataParallel; only `rebucket.py` looks deeper into it."""
 
 # DDP reads the annotations of a hook as objects, so this module must not postpone their evaluation.
 

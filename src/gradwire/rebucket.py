@@ -76,7 +76,7 @@ def _choose(model: Any) -> int | None:
 
 def _rebuild(model: Any, cap_bytes: int) -> None:
     """As at the end of DDP's constructor. The old reducer goes, and its hooks on the parameters with it."""
-    if (config := getattr(model, "_bucket_config", None)) is not None:  # torch >= 2.12
+    if (config := getattr(model, "_bucket_config", None)) is not None:  # seen in torch 2.13
         model._bucket_config = config.create(
             bucket_cap_mb=cap_bytes / MIB, bucket_cap_mb_list=None, use_python_reducer=False
         )
