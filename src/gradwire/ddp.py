@@ -82,7 +82,7 @@ def attach(
     try:
         if hook.size > 1:
             hook.agree("bucket_mb", str(bucket_mb or "default"))
-        rebucket(model, bucket_mb)
+        rebucket(model, [param for _, param in params()], bucket_mb)
         model.register_comm_hook(_Carried(hook, model, group), gradwire_hook)
     except GradwireError:
         hook.close()

@@ -10,8 +10,10 @@ from __future__ import annotations
 import logging
 import math
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.errors import RegisterError, SpecError
@@ -32,8 +34,8 @@ def check_bucket_mb(bucket_mb: float | None) -> None:
         raise SpecError(f"bucket_mb must be a finite number above 0, or None to let gradwire choose; got {bucket_mb!r}")
 
 
-def rebucket(model: DistributedDataParallel, bucket_mb: float | None = None) -> None:
-    """Cut the model's gradients into buckets of `bucket_mb` (MiB, as DDP's `bucket_cap_mb`).
+def rebucket(model: DistributedDataParallel, params: Sequence[Tensor], bucket_mb: float | None = None) -> None:
+    """Cut the gradients of `params`, those that DDP averages, into buckets of `bucket_mb` (MiB, as `bucket_cap_mb`).
 
     None cuts a CPU model that has DDP's default into eighths, of at least 4 MiB, and leaves every other alone: who gave
     DDP a `bucket_cap_mb` keeps it, and what suits GPUs has not been measured.
@@ -41,7 +43,7 @@ def rebucket(model: DistributedDataParallel, bucket_mb: float | None = None) -> 
     why_not = _why_not(model)
     if bucket_mb is not None and why_not:
         raise RegisterError(f"bucket_mb cannot be changed for a model with {why_not}; give DDP its bucket_cap_mb")
-    cap_bytes = _choose(model) if bucket_mb is None else max(1, int(bucket_mb * MIB))
+    cap_bytes = _choose(model, params) if bucket_mb is None else max(1, int(bucket_mb * MIB))
     if cap_bytes is None or why_not:
         return
     before = dict(vars(model))
@@ -64,8 +66,7 @@ def _why_not(model: Any) -> str:
     return "delay_all_reduce_named_params" if getattr(model, "_delay_all_reduce_params", None) else ""
 
 
-def _choose(model: Any) -> int | None:
-    params = [param for param in model.module.parameters() if param.requires_grad]
+def _choose(model: Any, params: Sequence[Tensor]) -> int | None:
     is_default = getattr(model, "bucket_bytes_cap_default", False)
     if not is_default or model.process_group.size() == 1 or any(param.device.type != "cpu" for param in params):
         return None

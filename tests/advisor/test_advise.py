@@ -43,9 +43,9 @@ ROWS = (
 )
 
 
-def advice(rows=ROWS, headroom=BOUND, max_error=0.02):
+def advice(rows=ROWS, headroom=BOUND, max_error=0.02, **model):
     pick = _pick(rows, headroom, max_error)
-    return Advice(headroom=headroom, rows=tuple(rows), pick=pick, max_error=max_error, params=2_500_000)
+    return Advice(headroom=headroom, rows=tuple(rows), pick=pick, max_error=max_error, params=2_500_000, **model)
 
 
 def test_of_the_fastest_the_most_exact_is_picked():
@@ -90,10 +90,11 @@ def test_the_reason_has_the_figures_and_the_line_is_there_to_paste():
 
 def test_what_smaller_buckets_alone_do_is_told():
     """All hooks are measured with them, `exact` too; DDP as it is without."""
-    told = "DDP as it is takes 100.0 ms, as its buckets are larger"
-    assert told in advice([row("exact", 85, 3e-8), *ROWS[1:]]).reason()
-    assert told in advice([row("exact", 85, 3e-8), row("bf16", 84, 1e-3)]).reason()
-    assert told not in advice([row("exact", 95, 3e-8), *ROWS[1:]]).reason()
+    told, faster = "100.0 ms, as its buckets are larger than gradwire's 4.0 MB.", row("exact", 85, 3e-8)
+    assert told in advice([faster, *ROWS[1:]], bucket_mb=4.0).reason()
+    assert told in advice([faster, row("bf16", 84, 1e-3)], bucket_mb=4.0).reason()
+    assert "DDP as it is" not in advice([row("exact", 95, 3e-8), *ROWS[1:]], bucket_mb=4.0).reason()
+    assert "DDP as it is" not in advice([faster, *ROWS[1:]]).reason()  # the user's own buckets: it was chance
 
 
 def test_text_has_the_measured_first_and_marks_the_pick():

@@ -118,6 +118,16 @@ def eighths_of_a_large_model(ranks: Ranks) -> None:
 
 
 @check(specs=ONE)
+def of_what_ddp_averages(ranks: Ranks) -> None:
+    """Not of the parameters it was told to ignore."""
+    module = nn.ParameterList([torch.zeros(1 << 20) for _ in range(16)])
+    DDP._set_params_and_buffers_to_ignore_for_model(module, [str(index) for index in range(4, 16)])
+    model = ranks.wrap(module)
+    ranks.register(model)
+    assert model.bucket_bytes_cap == SMALLEST_BYTES
+
+
+@check(specs=ONE)
 def one_bucket_stays_one(ranks: Ranks) -> None:
     model = ranks.wrap(seeded(models.Deep, 2))
     old = model.reducer

@@ -25,6 +25,7 @@ from gradwire.exchanges import EXCHANGES, Exact, exchange
 from gradwire.launch import Plan, Script, ScriptFailed, follow
 from gradwire.launch.plan import new_plan
 from gradwire.policies.auto import NEAR, TURN_STEPS, TURNS, WARM_STEPS, Auto
+from gradwire.rebucket import MIB
 
 PAYS = 1.10
 """A hook that makes a run faster by less than this is not worth its risk."""
@@ -66,6 +67,8 @@ class Advice:
     max_error: float
     params: int
     """Parameters of the model."""
+    bucket_mb: float | None = None
+    """Of the buckets that gradwire cut, where they are not DDP's."""
 
     @property
     def compress(self) -> bool:
@@ -97,17 +100,18 @@ class Advice:
         )
 
     def _of_buckets(self) -> str:
-        """What smaller buckets alone do: every hook, `exact` too, is measured with those that gradwire cuts."""
+        """What other buckets alone do: every hook, `exact` too, is measured with those that gradwire cut."""
         plain, exact = statistics.median(self.headroom.with_s), self._measured("exact")
-        if plain < PAYS * exact:
+        if self.bucket_mb is None or plain < PAYS * exact:
             return ""
-        return f" DDP as it is takes {1e3 * plain:.1f} ms, as its buckets are larger than those that gradwire cuts."
+        ours = f"gradwire's {self.bucket_mb:.1f} MB"
+        return f" DDP as it is takes {1e3 * plain:.1f} ms, as its buckets are larger than {ours}."
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, for JSON."""
         rows = [asdict(row) for row in self.rows]
         told = {"pick": self.pick, "compress": self.compress, "reason": self.reason(), "line": self.line}
-        limits = {"max_error": self.max_error, "params": self.params}
+        limits = {"max_error": self.max_error, "params": self.params, "bucket_mb": self.bucket_mb}
         return {**told, **limits, "headroom": self.headroom.as_dict(), "hooks": rows}
 
     def _row(self, hook: str) -> Row:
@@ -142,7 +146,8 @@ def advise(
         return None
     rows = tuple(map(Row.from_dict, told["rows"]))
     pick = _pick(rows, found, max_error)
-    return Advice(headroom=found, rows=rows, pick=pick, max_error=max_error, params=told["params"])
+    model = {"params": told["params"], "bucket_mb": told["bucket_mb"]}
+    return Advice(headroom=found, rows=rows, pick=pick, max_error=max_error, **model)
 
 
 def _pick(rows: Sequence[Row], found: Headroom, max_error: float) -> str:
@@ -221,12 +226,14 @@ def surveyed(model: DistributedDataParallel, plan: Plan) -> None:
     _taken.add(plan.folder)
     link, progress = plan.job["link"], plan.new_note("progress")
     settings = Auto(hooks=plan.job["hooks"], max_error=plan.job["max_error"], recheck=1 << 60)
+    cap_bytes = model.bucket_bytes_cap
     with emulate(link) if link else nullcontext():
         hook = attach(model, Exact())
+    bucket_mb = None if model.bucket_bytes_cap == cap_bytes else model.bucket_bytes_cap / MIB
 
     def publish(told: dict[str, Any]) -> None:
         if hook.rank == 0:
-            plan.write(plan.new_note("survey"), told)
+            plan.write(plan.new_note("survey"), {**told, "bucket_mb": bucket_mb})
 
     def count(steps: int) -> None:
         plan.write(progress, {"steps": steps})
