@@ -18,8 +18,9 @@ from gradwire import checkpoint, kernels
 from gradwire.bucket import Bucket, Memory, Segment
 from gradwire.comm import MOST_BYTES, Comm, gather_texts
 from gradwire.errors import CLOSED, ExchangeError, RegisterError, StateError
-from gradwire.exchanges import Exact, Exchange, exchange
-from gradwire.feedback import Residuals, fed_back
+from gradwire.exchanges import Exchange, exchange
+from gradwire.feedback import Residuals
+from gradwire.jobs import chunks_of, job_of, jobs_of
 from gradwire.runner import Job, Runner, done
 from gradwire.stats import Meter, Stats
 from gradwire.verify import Verification, verify
@@ -98,7 +99,8 @@ class Hook:
             return done(bucket.flat)
         bucket = dataclasses.replace(bucket, step=max(self.steps - 1, 0), memory=self._memory)
         after = None if self.after_mean is None else lambda: self._finish(bucket)
-        return self.runner.submit(self._jobs(bucket, scale), bucket.flat, self._meter.add, after)
+        jobs = jobs_of(bucket, self._chunks(bucket), self.exchange, self._residuals, scale)
+        return self.runner.submit(jobs, bucket.flat, self._meter.add, after)
 
     def _finish(self, bucket: Bucket) -> None:
         if self.after_mean is not None:
@@ -107,7 +109,7 @@ class Hook:
     def try_out(self, bucket: Bucket) -> None:
         """Average a bucket in place and wait for it, leaving feedback and statistics alone. A warm-up is over."""
         bucket = dataclasses.replace(bucket, step=max(self.steps, getattr(self.exchange, "warmup", 0)))
-        jobs = [_job(self.exchange, chunk, None, None) for chunk in self.chunks(bucket)]
+        jobs = [job_of(self.exchange, chunk) for chunk in self._chunks(bucket)]
         self.runner.submit(jobs, bucket.flat, lambda *_: None).wait()
 
     def run(self, job: Job) -> None:
@@ -115,28 +117,8 @@ class Hook:
         self._check_open()
         self.runner.run(job)
 
-    def _jobs(self, bucket: Bucket, scale: Callable[[], float] | None) -> list[Job]:
-        if bucket.flat.is_sparse:
-            return [_job(Exact(), bucket, None, scale)]
-        chunks, exchange = self.chunks(bucket), self.exchange
-        sizes = [chunk.flat.numel() for chunk in chunks]
-        if exchange.takes_residual:
-            parts = self._residuals.of(bucket).split(sizes)
-            return [_job(exchange, *pair, scale) for pair in zip(chunks, parts, strict=True)]
-        if (due := self._residuals.due(bucket)) is not None:  # from before a switch
-            residual, paid = due
-            parts = residual.split(sizes)
-            return [_paying_job(exchange, *pair, paid, scale) for pair in zip(chunks, parts, strict=True)]
-        return [_job(exchange, chunk, None, scale) for chunk in chunks]
-
-    def chunks(self, bucket: Bucket) -> list[Bucket]:
-        """Equal parts near the wanted size, cut at whole blocks of every shard, or between tensors."""
-        flat, unit = bucket.flat, self.size * self.exchange.align
-        wanted = self._chunk_bytes or self.exchange.chunk_bytes(self.size)
-        parts = max(1, round(flat.numel() * flat.element_size() / wanted))
-        if unit == 0:
-            return bucket.chunks(-(-flat.numel() // parts), whole=True)
-        return bucket.chunks(-(-flat.numel() // (parts * unit)) * unit)
+    def _chunks(self, bucket: Bucket) -> list[Bucket]:
+        return chunks_of(bucket, self.exchange, self.size, self._chunk_bytes)
 
     # -- what users call ---------------------------------------------------------------------------------------
 
@@ -290,28 +272,3 @@ class Hook:
 
     def __repr__(self) -> str:
         return f"<gradwire.Hook {self.exchange} rank={self.rank} size={self.size} steps={self.steps}>"
-
-
-def _job(exchange: Exchange, bucket: Bucket, residual: Tensor | None, scale: Callable[[], float] | None) -> Job:
-    def job(comm: Comm) -> None:
-        exchange.mean_(bucket, comm, residual)
-        if scale is not None:
-            bucket.flat.mul_(scale())
-
-    return job
-
-
-def _paying_job(
-    exchange: Exchange, bucket: Bucket, owed: Tensor, paid: list[Tensor], scale: Callable[[], float] | None
-) -> Job:
-    """For an exchange that keeps no residual. What could not be paid, as the mean is not finite, stays owed."""
-
-    def job(comm: Comm) -> None:
-        with fed_back(bucket.flat, owed) as work:
-            exchange.mean_(dataclasses.replace(bucket, flat=work), comm)
-            owed.zero_()
-        paid.append(torch.isfinite(bucket.flat).all())
-        if scale is not None:
-            bucket.flat.mul_(scale())
-
-    return job
