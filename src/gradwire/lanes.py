@@ -31,6 +31,8 @@ class Lane:
     def __init__(self, group: Any) -> None:
         self.group = group
         self._turn = 0
+        self._passed: set[int] = set()
+        """Tickets that need no turn any more."""
         self._error: BaseException | None = None
         self._changed = threading.Condition()
 
@@ -43,8 +45,10 @@ class Lane:
         return issued - asked, time.perf_counter() - issued
 
     def skip(self, ticket: int) -> None:
-        """Let the next ticket in without a collective."""
-        self._pass(ticket, lambda group: None)
+        """Let the next ticket in without a collective, once it is this one's turn; does not wait for that."""
+        with self._changed:
+            self._passed.add(ticket)
+            self._let_in_next()
 
     def _pass(self, ticket: int, issue: Callable[[Any], Any]) -> Any:
         with self._changed:
@@ -52,9 +56,15 @@ class Lane:
             if self._error is not None:
                 raise self._error
             work = issue(self.group)
-            self._turn += 1
-            self._changed.notify_all()
+            self._passed.add(ticket)
+            self._let_in_next()
             return work
+
+    def _let_in_next(self) -> None:
+        while self._turn in self._passed:
+            self._passed.remove(self._turn)
+            self._turn += 1
+        self._changed.notify_all()
 
     def wait_issued(self, ticket: int, timeout_s: float) -> None:
         """Wait until the ticket's collective is on its way, but not for long."""
