@@ -113,6 +113,26 @@ def test_an_error_reaches_every_rank_by_name(size):
         assert rank == 1 or "rank 1" in errors[-1]
 
 
+@pytest.mark.parametrize("chunk_bytes", [1 << 20, 4 << 20])  # gloo's all-to-all, and messages that are received first
+def test_a_rank_that_comes_too_late_is_told_so_and_not_blamed(chunk_bytes):
+    given_up = threading.Event()
+
+    def run(rank):
+        hook, bucket = rank.hook("int8", chunk_bytes=chunk_bytes), make_bucket([torch.ones(4 << 20)])
+        try:
+            if rank.rank == 1:
+                given_up.wait(30)
+            with pytest.raises(RuntimeError) as caught:
+                hook.mean(bucket).wait()
+        finally:
+            given_up.set()
+        return str(caught.value)
+
+    early, late = thread_ranks(2, run, timeout_s=2)
+    assert "no other rank came in time" in early
+    assert "another rank failed (rank 0: no other rank came in time" in late
+
+
 class Greedy(Broken):
     """Issues more collectives than it declares."""
 

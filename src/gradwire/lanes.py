@@ -141,9 +141,14 @@ class Lanes:
             return
         self._broken = True
         if not isinstance(error, ExchangeError):
-            self._say(f"rank {self.rank}: {type(error).__name__}: {error}")
+            self.say(f"{type(error).__name__}: {error}")
         for lane in (*self._lanes, *(lane for lanes in self._levels for lane in lanes._lanes)):
             lane.break_(error)
+
+    def say(self, text: str) -> None:
+        """Leave word for the other ranks."""
+        with suppress(RuntimeError):  # the store died with its rank: the closed connections must do
+            self._store.set("error", f"rank {self.rank}: {text}")
 
     def blame(self) -> str:
         """What another rank said before it broke its lanes; empty if it said nothing."""
@@ -156,10 +161,6 @@ class Lanes:
         """Drop the groups. Jobs must have ended."""
         self._lanes.clear()
         self._levels = ()
-
-    def _say(self, text: str) -> None:
-        with suppress(RuntimeError):  # the store died with its rank: the closed connections must do
-            self._store.set("error", text)
 
     def _lane(self, index: int) -> Lane:
         if index >= len(self._lanes):

@@ -35,6 +35,8 @@ THREADS = 4
 KICK_S = 0.005
 """An idle wire is worth this much of the backward thread's time: on a busy core, a worker it has just woken would get
 neither the GIL nor the core before a whole time slice has passed."""
+CUT_OFF = "application timeout caused pair closure"
+"""What gloo says, without its name, to those who wait on a connection that another waiter's time limit closed."""
 LEFT_NO_WORD = "it left no word, so it was probably killed; look at the other ranks' logs"
 AT_CLOSE_S = 20
 AT_EXIT_S = 1
@@ -206,12 +208,13 @@ class LaneRunner:
 
     def _explain(self, error: BaseException) -> BaseException:
         """A connection that closed is another rank's doing: say whose, if it left word."""
-        lost = isinstance(error, RuntimeError) and "gloo" in str(error)
-        if not lost:
+        text = str(error).lower()
+        if not isinstance(error, RuntimeError) or not ("gloo" in text or CUT_OFF in text):
             return error
         blame = self.lanes.blame()
-        if not blame and "timed out" in str(error).lower():
+        if not blame and ("timed out" in text or CUT_OFF in text):
             told = "no other rank came in time: one is slow or stuck, or did not run this backward pass"
+            self.lanes.say(told)
         else:
             told = f"another rank failed ({blame or LEFT_NO_WORD})"
         cause = ExchangeError(f"{told}; so rank {self.lanes.rank} stops too [{error}]")
