@@ -81,15 +81,14 @@ def attach(
     hook = make_hook(exchange, group, _device(model), chunk_bytes, params, asked=asked, traced=traced)
     try:
         if hook.size > 1:
-            hook.agree("bucket_mb", str(bucket_mb or "default"))
+            hook.agree("bucket_mb", "default" if bucket_mb is None else str(float(bucket_mb)))
         rebucket(model, [param for _, param in params()], bucket_mb)
         model.register_comm_hook(_Carried(hook, model, group), gradwire_hook)
-    except GradwireError:
+    except BaseException as error:
         hook.close()
+        if isinstance(error, RuntimeError) and not isinstance(error, GradwireError):
+            raise RegisterError(f"DDP refused the hook: {error}") from error
         raise
-    except RuntimeError as error:
-        hook.close()
-        raise RegisterError(f"DDP refused the hook: {error}") from error
     return hook
 
 

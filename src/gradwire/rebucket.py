@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -22,6 +23,8 @@ BUCKETS = 8
 """What is exposed at the end is about one of so many."""
 SMALLEST_BYTES = 4 << 20
 """Below, messages cost more than they hide."""
+LARGEST_BYTES = 1 << 50
+"""More than any model: one bucket."""
 MIB = 1 << 20
 
 log = logging.getLogger("gradwire")
@@ -40,16 +43,19 @@ def rebucket(model: DistributedDataParallel, params: Sequence[Tensor], bucket_mb
     None cuts a CPU model that has DDP's default into eighths, of at least 4 MiB, and leaves every other alone: who gave
     DDP a `bucket_cap_mb` keeps it, and what suits GPUs has not been measured.
     """
-    why_not = _why_not(model)
+    why_not = _why_not(model, params)
     if bucket_mb is not None and why_not:
-        raise RegisterError(f"bucket_mb cannot be changed for a model with {why_not}; give DDP its bucket_cap_mb")
-    cap_bytes = _choose(model, params) if bucket_mb is None else max(1, int(bucket_mb * MIB))
+        raise RegisterError(
+            f"bucket_mb cannot change the buckets of a DDP model with {why_not}; give DDP its bucket_cap_mb"
+        )
+    cap_bytes = _choose(model, params) if bucket_mb is None else int(min(max(bucket_mb * MIB, 1), LARGEST_BYTES))
     if cap_bytes is None or why_not:
         return
     before = dict(vars(model))
     try:
-        _rebuild(model, cap_bytes)
-    except (AttributeError, TypeError) as error:
+        with torch.inference_mode(False):  # in which new buckets could not be written to
+            _rebuild(model, cap_bytes)
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         vars(model).update(before)
         problem = f"this torch makes buckets in a way that gradwire does not know ({error}), so they stay as they are"
         if bucket_mb is not None:
@@ -57,13 +63,21 @@ def rebucket(model: DistributedDataParallel, params: Sequence[Tensor], bucket_mb
         log.warning("%s: bucket_cap_mb=%.1f in DDP may be faster", problem, cap_bytes / MIB)
 
 
-def _why_not(model: Any) -> str:
-    """What a new reducer would not know of."""
+def _why_not(model: Any, params: Sequence[Tensor]) -> str:
+    """What a new reducer would not know of, or would see otherwise than the one that is there."""
     if getattr(model, "_use_python_reducer", False):
         return "DDP's compiled reducer"
     if getattr(model, "mixed_precision", None) is not None:
         return "DDP's mixed_precision"
-    return "delay_all_reduce_named_params" if getattr(model, "_delay_all_reduce_params", None) else ""
+    if getattr(model, "_delay_all_reduce_params", None):
+        return "delay_all_reduce_named_params"
+    if getattr(model, "_lazy_init_ran", True):
+        return "a forward pass behind it"  # a backward pass may be under way, and a static graph is known
+    known = model._get_ddp_logging_data()
+    found = len(params), sum(param.numel() * param.element_size() for param in params)
+    if found != (known.get("num_parameter_tensors"), known.get("total_parameter_size_bytes")):
+        return "parameters frozen or unfrozen since"  # DDP goes on averaging those that it was built with
+    return ""
 
 
 def _choose(model: Any, params: Sequence[Tensor]) -> int | None:

@@ -90,7 +90,7 @@ def test_the_reason_has_the_figures_and_the_line_is_there_to_paste():
 
 def test_what_smaller_buckets_alone_do_is_told():
     """All hooks are measured with them, `exact` too; DDP as it is without."""
-    told, faster = "100.0 ms, as its buckets are larger than gradwire's 4.0 MB.", row("exact", 85, 3e-8)
+    told, faster = "100.0 ms, as its buckets are larger than gradwire's 4.0 MiB.", row("exact", 85, 3e-8)
     assert told in advice([faster, *ROWS[1:]], bucket_mb=4.0).reason()
     assert told in advice([faster, row("bf16", 84, 1e-3)], bucket_mb=4.0).reason()
     assert "DDP as it is" not in advice([row("exact", 95, 3e-8), *ROWS[1:]], bucket_mb=4.0).reason()

@@ -16,7 +16,7 @@ from . import models
 from .kit import UNEVEN, Ranks, check
 from .models import batch, seeded
 from .modes import Checkpointed, steps
-from .trial import Trial, raised, train
+from .trial import Trial, loss, raised, same_everywhere, train
 
 SOME = ("exact", "int8", "int2:feedback=true,exempt=none", "powersgd:rank=1,min_compression=0.5")
 ONE = ("exact",)
@@ -77,14 +77,46 @@ def with_buffers(ranks: Ranks) -> None:
     steps(ranks, Trial(ranks, seeded(models.Normed), register=SMALL))
 
 
-@check(specs=SOME)
-def after_some_steps(ranks: Ranks) -> None:
-    for ddp in ({}, {"static_graph": True}, {"gradient_as_bucket_view": True}):
-        module = seeded(models.Deep, 6)
-        model = ranks.wrap(module, **ddp)
-        train(model, (batch(ranks.rank, step) for step in range(3)))
-        trial = steps(ranks, Trial(ranks, module, model=model, register=SMALL), 3)
-        assert len(trial.hook.layouts) > 2
+@check(specs=ONE)
+def not_once_a_step_has_begun(ranks: Ranks) -> None:
+    """The old reducer may be waiting for gradients, and knows a static graph."""
+    for ddp in ({}, {"static_graph": True}):
+        model = ranks.wrap(seeded(models.Deep, 3, WIDE), **ddp)
+        began = loss(model(batch(ranks.rank, 0, width=WIDE)))
+        text = raised(RegisterError, lambda model=model: gradwire.register(model, "exact", **SMALL))
+        assert "forward pass behind it" in text
+        ranks.register(model)
+        assert model.bucket_bytes_cap == 25 << 20
+        began.backward()
+        same_everywhere([param.grad for param in model.parameters()], ranks.group)
+
+
+@check(specs=ONE)
+def not_where_parameters_were_frozen_since(ranks: Ranks) -> None:
+    """DDP goes on averaging them, should they be of use again."""
+    module = seeded(models.Deep, 3, WIDE)
+    model = ranks.wrap(module, find_unused_parameters=True)
+    module.layers[0].requires_grad_(False)
+    assert "frozen" in raised(RegisterError, lambda: gradwire.register(model, "exact", **SMALL))
+    ranks.register(model)
+    module.layers[0].requires_grad_(True)
+    loss(model(batch(ranks.rank, 0, width=WIDE))).backward()
+    same_everywhere([module.layers[0].weight.grad], ranks.group)
+
+
+@check(specs=ONE)
+def in_inference_mode(ranks: Ranks) -> None:
+    model = ranks.wrap(seeded(models.Deep, 6))
+    with torch.inference_mode():
+        ranks.register(model, "exact", **SMALL)
+    train(model, (batch(ranks.rank, step) for step in range(2)))
+
+
+@check(specs=ONE)
+def of_any_size(ranks: Ranks) -> None:
+    for size, buckets in ((1e-9, 12), (1e30, 1), (2 if ranks.rank else 2.0, 1)):
+        trial = steps(ranks, Trial(ranks, seeded(models.Deep, 6), register={"bucket_mb": size}), 2)
+        assert len(trial.hook.layouts) == buckets
 
 
 @check(specs=ONE)
@@ -120,8 +152,9 @@ def eighths_of_a_large_model(ranks: Ranks) -> None:
 @check(specs=ONE)
 def of_what_ddp_averages(ranks: Ranks) -> None:
     """Not of the parameters it was told to ignore."""
-    module = nn.ParameterList([torch.zeros(1 << 20) for _ in range(16)])
-    DDP._set_params_and_buffers_to_ignore_for_model(module, [str(index) for index in range(4, 16)])
+    module = seeded(models.Deep, 8, WIDE)
+    ignored = [name for name, _ in module.named_parameters() if int(name.split(".")[1]) >= 4]
+    DDP._set_params_and_buffers_to_ignore_for_model(module, ignored)
     model = ranks.wrap(module)
     ranks.register(model)
     assert model.bucket_bytes_cap == SMALLEST_BYTES

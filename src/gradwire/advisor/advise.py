@@ -104,7 +104,7 @@ class Advice:
         plain, exact = statistics.median(self.headroom.with_s), self._measured("exact")
         if self.bucket_mb is None or plain < PAYS * exact:
             return ""
-        ours = f"gradwire's {self.bucket_mb:.1f} MB"
+        ours = f"gradwire's {self.bucket_mb:.1f} MiB"
         return f" DDP as it is takes {1e3 * plain:.1f} ms, as its buckets are larger than {ours}."
 
     def as_dict(self) -> dict[str, Any]:
