@@ -68,7 +68,8 @@ def attach(
     asked: str | None = None,
 ) -> Hook:
     """Give `model` a hook that averages over `group`, by default the model's own."""
-    _check_model(model, str(exchange))
+    _check_model(model, asked or str(exchange))
+    check_group(group)
     _check_parameters(model)
     if chunk_bytes is not None and (not isinstance(chunk_bytes, int) or chunk_bytes < 1024):
         raise SpecError(f"chunk_bytes must be a whole number of at least 1024, got {chunk_bytes!r}")
@@ -218,6 +219,12 @@ def _backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     return str(group._get_backend(device).name()).lower()
 
 
+def check_group(group: object) -> None:
+    """Raise SpecError unless it is one, or None."""
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise SpecError(f"expected a process group that this rank is in, or None; got {group!r}")
+
+
 def _check_model(model: object, wanted: str) -> None:
     if not isinstance(model, DistributedDataParallel):
         raise RegisterError(
@@ -229,14 +236,19 @@ def _check_model(model: object, wanted: str) -> None:
     if model._comm_hooks:
         carried = model._comm_hooks[0][1]
         if isinstance(carried, _Carried):
+            instead = (
+                "to let gradwire choose, wrap the module in a new DistributedDataParallel"
+                if auto(wanted) is not None
+                else f"to change it use switch() of the Hook that register() returned, as in hook.switch({wanted!r})"
+            )
             raise RegisterError(
-                f"this model already has the gradwire hook {str(carried.hook.exchange)!r}, and DDP takes one hook for "
-                f"life; to change it use switch() of the Hook that register() returned, as in hook.switch({wanted!r})"
+                f"register_comm_hook can only be called once: this model already has the gradwire hook "
+                f"{str(carried.hook.exchange)!r}; {instead}"
             )
         name = getattr(model._comm_hooks[0][0], "__qualname__", "?")
         raise RegisterError(
-            f"this model already has the hook {name!r}, and DDP takes one hook for life; wrap the module in a new "
-            "DistributedDataParallel and register gradwire's there"
+            f"register_comm_hook can only be called once: this model already has the hook {name!r}; wrap the module in "
+            "a new DistributedDataParallel and register gradwire's there"
         )
 
 

@@ -73,9 +73,9 @@ class Hook:
 
     # -- averaging ---------------------------------------------------------------------------------------------
 
-    def begin(self, bucket: Bucket) -> bool:
-        """Count a bucket. True if it opens a step."""
-        first = self._meter.begin(bucket.index)
+    def begin(self, bucket: Bucket, first: bool | None = None) -> bool:
+        """Count a bucket. True if it opens a step, which `first` can say where indices do not show it."""
+        first = self._meter.begin(bucket.index, first)
         if first:
             self.layouts.clear()
         self.layouts[bucket.index] = bucket.segments
@@ -87,17 +87,20 @@ class Hook:
         """What `begin` will say. Before it, the exchange can still be changed for the whole step."""
         return self._meter.opens_step(bucket.index)
 
-    def mean(self, bucket: Bucket, scale: Callable[[], float] | None = None) -> Future[Tensor]:
+    def mean(
+        self, bucket: Bucket, scale: Callable[[], float] | None = None, *, step: int | None = None
+    ) -> Future[Tensor]:
         """Average a bucket in place, beside whatever the caller does next; the future's value is `bucket.flat`.
 
         All ranks must call this for the same buckets in the same order. `scale` gives a last factor, the same on all
-        ranks, when the exchange is done.
+        ranks, when the exchange is done. `step` is how many steps the bucket has seen, if not as many as the hook.
         """
         if self.size == 1 or self.exchange.lanes == 0 or bucket.flat.numel() == 0:
             self._check_open()
             self._finish(bucket)
             return done(bucket.flat)
-        bucket = dataclasses.replace(bucket, step=max(self.steps - 1, 0), memory=self._memory)
+        step = max(self.steps - 1, 0) if step is None else step
+        bucket = dataclasses.replace(bucket, step=step, memory=self._memory)
         after = None if self.after_mean is None else lambda: self._finish(bucket)
         jobs = jobs_of(bucket, self._chunks(bucket), self.exchange, self._residuals, scale)
         return self.runner.submit(jobs, bucket.flat, self._meter.add, after)
@@ -134,6 +137,10 @@ class Hook:
     def steps(self) -> int:
         """Steps averaged since registration."""
         return self._meter.total_steps
+
+    @steps.setter
+    def steps(self, count: int) -> None:
+        self._meter.total_steps = count
 
     def verify(self) -> Verification:
         """Check the promises on the model as it is; raises VerifyError where one is broken.
@@ -173,17 +180,17 @@ class Hook:
         Only the sum of the residuals over the ranks matters, so on another number of ranks each starts from
         sum / ranks. Refused states leave the hook as it was.
         """
-        states = [state] if isinstance(state, Mapping) else list(state or ())
+        states: list[Any] = list(state) if isinstance(state, list | tuple) else [state]
         step, residuals = checkpoint.unpack(states, self.rank, self.size)
         checkpoint.check_shapes(residuals, self._params())
-        memory = checkpoint.copy_of(states[0].get("memory", {}), self.device)
+        memory = checkpoint.copy_of(states[0]["memory"], self.device)
         checkpoint.check_names(memory, self._params())
         if (check_memory := getattr(self.exchange, "check_memory", None)) is not None:
             check_memory(memory, list(self._params()))
         self._tell_if_other(states[0])
         self._residuals.load({name: value.to(self.device) for name, value in residuals.items()})
         self._memory = memory
-        self._meter.total_steps = step
+        self.steps = step
 
     def _tell_if_other(self, state: Mapping[str, Any]) -> None:
         saved, keeps = state.get("hook"), state.get("residuals") or state.get("memory")

@@ -64,10 +64,10 @@ class Meter:
         """
         return index <= self._last_index or self._last_index < 0
 
-    def begin(self, index: int) -> bool:
-        """A bucket has arrived. True if it is the first of a step."""
+    def begin(self, index: int, first: bool | None = None) -> bool:
+        """A bucket has arrived. True if it is the first of a step, which the caller may know better."""
         with self._lock:
-            first = self.opens_step(index)
+            first = self.opens_step(index) if first is None else first
             self._last_index = index
             if first:
                 self._close_step()

@@ -26,7 +26,7 @@ from . import workers
             2,
             ["reference", "noop", "wrappers", "registers_wrappers_by_name", "is_last", "half_range", "private_helpers"],
         ),
-        (2, ["shared_engine"]),
+        (2, ["shared_engine", "sparse", "wrong_states"]),
         pytest.param(3, ["reference", "noop", "private_helpers"], marks=pytest.mark.thorough),
         (4, ["sub_groups"]),
     ],

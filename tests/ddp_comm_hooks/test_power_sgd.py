@@ -21,6 +21,8 @@ NAMES = [
     "last_bucket_unused",
     "stats",
     "checkpoint",
+    "own_group",
+    "a_step_of_ones_choice",
     "one_file_for_all",
     "by_type",
     "sub_group",

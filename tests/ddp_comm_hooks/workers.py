@@ -3,6 +3,7 @@
 import copy
 import threading
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -17,6 +18,7 @@ from gradwire.ddp_comm_hooks import (
     quantization_hooks,
     register_ddp_comm_hook,
 )
+from gradwire.errors import SpecError
 
 HOOKS = {
     "ALLREDUCE": (default_hooks.allreduce_hook, {"rtol": 1e-5, "atol": 0.0}),
@@ -146,6 +148,29 @@ def half_range(rank, size):
         model.register_comm_hook(None, default_hooks.fp16_compress_hook)
         model(torch.full((1, 3), value)).sum().backward()
         torch.testing.assert_close(model.module.weight.grad, torch.full((1, 3), value), rtol=1e-3, atol=0)
+
+
+def sparse(rank, size):
+    """Every hook takes a sparse gradient, under the wrappers too: it travels as it is (torch's 3.16)."""
+    exact = default_hooks.allreduce_hook
+    wrapped = [wrapper(exact) for wrapper, _ in WRAPPERS.values()]
+    for hook in (*(hook for hook, _ in HOOKS.values()), *wrapped):
+        model = DDP(nn.Embedding(10, 4, sparse=True))
+        model.register_comm_hook(None, hook)
+        model(torch.tensor([rank, 5])).sum().backward()
+        grad = model.module.weight.grad.to_dense()
+        assert torch.equal(grad[5], torch.ones(4))
+        assert torch.equal(grad[rank], torch.full((4,), 1 / size))
+
+
+def wrong_states(rank, size):
+    """What is not a process group is said to be none, where it is registered if that is in our hands."""
+    with pytest.raises(SpecError, match="expected a process group that this rank is in"):
+        register_ddp_comm_hook(DDPCommHookType.FP16_COMPRESS, DDP(Task()), "world")
+    model = DDP(Task())
+    model.register_comm_hook("world", default_hooks.fp16_compress_hook)
+    with pytest.raises(SpecError, match="expected a process group that this rank is in"):
+        gradient(model, rank)
 
 
 def private_helpers(rank, size):

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.futures import Future
 
 from gradwire.bucket import Bucket, from_ddp
-from gradwire.ddp import make_hook, traced_mean
+from gradwire.ddp import check_group, make_hook, traced_mean
+from gradwire.errors import RegisterError
 from gradwire.exchanges import Exchange, exchange
 from gradwire.hook import Hook
 
@@ -45,9 +46,27 @@ def hook_of(spec: str | Exchange, group: dist.ProcessGroup, device: torch.device
 
 def group_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """`group`, or the world."""
+    check_group(group)
     if group is not None:
         return group
     world = dist.group.WORLD
     if world is None:
         raise ValueError("Default process group has not been initialized, please call init_process_group().")
     return world
+
+
+_LOST = "lost in pickling"
+
+
+def pickled(group: dist.ProcessGroup | str | None) -> str | None:
+    """What a file can hold of a group: nothing of the world, and else that there was one."""
+    return None if group is None or group is dist.group.WORLD else _LOST
+
+
+def found(state: Any, name: str) -> dist.ProcessGroup | None:
+    """The group that `state` has under this name, unless that was lost: to guess one would average over others."""
+    group: dist.ProcessGroup | str | None = getattr(state, name)
+    if isinstance(group, str):
+        told = type(state).__name__
+        raise RegisterError(f"a pickled {told} has lost its groups: set state.{name} before training")
+    return group

@@ -110,8 +110,8 @@ def _checked(hook: Any, ddp: Any, zero: Any) -> DistributedDataParallel:
 def _check_optimizer(zero: Any) -> None:
     if not zero._overlap_with_ddp:
         raise SpecError(
-            "the ZeroRedundancyOptimizer must be made with overlap_with_ddp=True to be stepped by a hook; without, "
-            "register a plain hook and call zero.step() after backward"
+            "ZeroRedundancyOptimizer must be constructed with `overlap_with_ddp=True` to use this hook properly; "
+            "without, register a plain hook and call zero.step() after backward"
         )
     if len(zero.param_groups) != 1:
         raise SpecError(

@@ -83,6 +83,8 @@ def _wrapped(
 ) -> torch.futures.Future[torch.Tensor]:
     """Run `hook` on a 16-bit copy of the bucket; bucket and result end up in the type they came in."""
     buffer = bucket.buffer()
+    if buffer.is_sparse:  # travels as it is under every hook; sums of sparse 16-bit values do not exist on a CPU
+        return hook(hook_state, bucket)
     bucket.set_buffer(buffer.to(dtype))
 
     def widen(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:

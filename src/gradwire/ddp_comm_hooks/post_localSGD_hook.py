@@ -5,6 +5,7 @@ From then on the ranks drift apart, so average their parameters now and then: se
 
 # DDP reads the annotations of a hook as objects, so this module must not postpone their evaluation.
 
+import logging
 import os
 import socket
 from collections.abc import Mapping
@@ -14,11 +15,13 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 
-from gradwire.ddp_comm_hooks._group import averaged, group_of
+from gradwire.ddp_comm_hooks._group import averaged, found, group_of, pickled
 from gradwire.ddp_comm_hooks.debugging_hooks import noop_hook
 from gradwire.errors import RegisterError, SpecError, StateError
 
 __all__ = ["PostLocalSGDState", "post_localSGD_hook"]
+
+logger = logging.getLogger(__name__)
 
 
 class PostLocalSGDState:
@@ -49,11 +52,14 @@ class PostLocalSGDState:
         self.post_local_gradient_allreduce = post_local_gradient_allreduce
         self.iter = 0
         self._last_index = -1
+        logger.info("Local SGD will be started after %s iterations", start_localSGD_iter)
 
     def maybe_increase_iter(self, bucket: GradBucket) -> None:
         """Count a step at its first bucket: the last one may never come (`skip_all_reduce_unused_params`)."""
         if bucket.index() <= self._last_index or self._last_index < 0:
             self.iter += 1
+            if self.iter == self.start_localSGD_iter + 1:
+                logger.info("Start to apply local SGD after %s iterations.", self.start_localSGD_iter)
         self._last_index = -1 if bucket.is_last() else bucket.index()
 
     def state_dict(self) -> dict[str, int]:
@@ -68,12 +74,8 @@ class PostLocalSGDState:
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the groups, which live in this process only."""
-        groups = ("process_group", "subgroup")
-        lost = {name: None if getattr(self, name) is None else _LOST for name in groups}
-        return {**self.__dict__, **lost, "_last_index": -1}
-
-
-_LOST = "lost in pickling"
+        groups = {name: pickled(getattr(self, name)) for name in ("process_group", "subgroup")}
+        return {**self.__dict__, **groups, "_last_index": -1}
 
 
 def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -84,17 +86,10 @@ def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> torch.fu
         )
     state.maybe_increase_iter(bucket)
     if state.iter <= state.start_localSGD_iter:
-        return averaged("exact", _found(state, "process_group"), bucket)
+        return averaged("exact", found(state, "process_group"), bucket)
     if not state.post_local_gradient_allreduce:
         return noop_hook(None, bucket)
-    return averaged("exact", _found(state, "subgroup"), bucket)
-
-
-def _found(state: PostLocalSGDState, name: str) -> dist.ProcessGroup | None:
-    group: dist.ProcessGroup | str | None = getattr(state, name)
-    if isinstance(group, str):
-        raise RegisterError(f"a pickled PostLocalSGDState has lost its groups: set state.{name} before training")
-    return group
+    return averaged("exact", found(state, "subgroup"), bucket)
 
 
 def _ranks_of_this_machine(group: dist.ProcessGroup) -> dist.ProcessGroup:

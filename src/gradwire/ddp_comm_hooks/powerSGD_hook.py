@@ -8,6 +8,8 @@ of parameters instead of numbers, and with more options.
 # DDP reads the annotations of a hook as objects, so this module must not postpone their evaluation.
 
 import logging
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from gradwire.bucket import Bucket, from_ddp
 from gradwire.checkpoint import MERGED
 from gradwire.ddp import make_hook
-from gradwire.ddp_comm_hooks._group import group_of
+from gradwire.ddp_comm_hooks._group import found, group_of, pickled
 from gradwire.errors import ExchangeError, SpecError
 from gradwire.exchanges import LowRank
 from gradwire.exchanges.low_rank import Wire
@@ -27,7 +29,7 @@ from gradwire.hook import Hook
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 
-log = logging.getLogger("gradwire")
+logger = logging.getLogger(__name__)
 
 _SETTINGS = (
     "matrix_approximation_rank",
@@ -66,8 +68,9 @@ class PowerSGDState:
     ) -> None:
         if (use_error_feedback or warm_start) and start_powerSGD_iter <= 1:
             raise ValueError(
-                "Expect `start_powerSGD_iter` > 1 if `use_error_feedback` or `warm_start` is enabled, as torch does; "
-                "gradwire.register(model, 'powersgd:rank=1') starts with the first step"
+                "Expect `start_powerSGD_iter` > 1 if `use_error_feedback` or `warm_start` is enabled, "
+                "because PowerSGD can only be applied after the first two iterations in DDP. That holds for torch's; "
+                "gradwire.register(model, 'powersgd:rank=1') starts with the first step."
             )
         if orthogonalization_epsilon < 0:
             raise ValueError(f"orthogonalization_epsilon must not be negative, got {orthogonalization_epsilon}")
@@ -83,6 +86,7 @@ class PowerSGDState:
         self.batch_tensors_with_same_shape = batch_tensors_with_same_shape
         self._begin({})
         self._exchange(torch.float32, batched=False)  # bad settings are refused here
+        logger.info("PowerSGD config: %s", "; ".join(f"{key} = {getattr(self, key)}" for key in _SETTINGS))
 
     def _begin(self, saved: dict[str, Any]) -> None:
         """Nothing done yet, but for what `saved` tells."""
@@ -91,26 +95,43 @@ class PowerSGDState:
         """The engine, from the first bucket on; `hook.state_dict(merged=True)` is a checkpoint for all ranks."""
         self._saved = saved
         self._names: Any = WeakIdKeyDictionary()
+        self._start_at(int(saved.get("step", 0)))
+
+    def _start_at(self, step: int) -> None:
+        self._first_step = step
+        self._steps: dict[str, int] = {}
+        """How often each parameter has been averaged: the models that share a state each count for themselves."""
 
     @property
     def iter(self) -> int:
-        """Steps averaged so far."""
-        return self.hook.steps if self.hook is not None else int(self._saved.get("step", 0))
+        """Steps averaged so far; those of one model, where several share the state."""
+        return self._first_step if self.hook is None else self.hook.steps
+
+    @iter.setter
+    def iter(self, step: int) -> None:
+        if not isinstance(step, int) or step < 0:
+            raise ValueError(f"iter must be a whole number of at least 0, got {step!r}")
+        self._start_at(step)
+        if self.hook is not None:
+            self.hook.steps = step
+        elif self._saved:
+            self._saved = {**self._saved, "step": step}
 
     @property
-    def error_dict(self) -> dict[str, Tensor]:
-        """What is owed to each parameter, by its number in the order of the first backward pass."""
-        return dict(self._state().get("residuals", {}))
+    def error_dict(self) -> Mapping[str, Tensor]:
+        """What is owed to each parameter, by its number in the order of the first backward pass. A copy, to read."""
+        return MappingProxyType(self._state().get("residuals", {}))
 
     @property
-    def q_memory_dict(self) -> dict[str, Tensor]:
-        """The directions of each matrix, (rank, columns), by the number of its parameter."""
-        return {name: next(iter(kept.values())) for name, kept in self._state().get("memory", {}).items()}
+    def q_memory_dict(self) -> Mapping[str, Tensor]:
+        """The directions of each matrix, (rank, columns), by the number of its parameter. A copy, to read."""
+        memory = self._state().get("memory", {})
+        return MappingProxyType({name: next(iter(kept.values())) for name, kept in memory.items()})
 
     @property
-    def p_memory_dict(self) -> dict[str, Tensor]:
+    def p_memory_dict(self) -> Mapping[str, Tensor]:
         """Empty: P is made anew at every step."""
-        return {}
+        return MappingProxyType({})
 
     def maybe_increase_iter(self, bucket: GradBucket) -> None:
         """For those who call it: the engine counts by itself."""
@@ -121,11 +142,15 @@ class PowerSGDState:
         return (before / after if after > 0 else 0, before, after)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: getattr(self, key) for key in (*_SETTINGS, *_COUNTERS)} | {"hook": self._state()}
+        group = pickled(self.process_group)
+        if group is not None:
+            logger.warning("NOTE: Process group is not serializable and excluded from a saved state.")
+        settings = {key: getattr(self, key) for key in (*_SETTINGS, *_COUNTERS)}
+        return settings | {"hook": self._state(), "process_group": group}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """The process group is not part of it: None, the world, until `process_group` is set."""
-        self.process_group = None
+        """A process group of its own is not part of it, and must be set before training."""
+        self.process_group = state.get("process_group")
         self._begin(state["hook"])
         for key in (*_SETTINGS, *_COUNTERS):
             setattr(self, key, state[key])
@@ -140,20 +165,26 @@ class PowerSGDState:
                 "torch._dynamo.config.optimize_ddp = 'ddp_optimizer', or use fp16_compress_hook"
             )
         ours = from_ddp(bucket, self._name)
-        hook = self._engine(ours, batched)
-        if hook.opens_step(ours):
+        hook, step = self._engine(ours, batched), self._step_of(ours)
+        if step >= hook.steps:
             self._follow_settings(hook, ours, batched)
-        hook.begin(ours)
-        self._count(hook.exchange, ours)
-        return hook.mean(ours)
+        hook.begin(ours, step >= hook.steps)
+        self._count(hook.exchange, ours, step)
+        return hook.mean(ours, step=step)
 
     def _name(self, param: Tensor) -> str:
         return self._names.setdefault(param, str(len(self._names)))  # type: ignore[no-any-return]
 
+    def _step_of(self, bucket: Bucket) -> int:
+        """How many steps a bucket has seen, and that this is one more."""
+        step = max((self._steps.get(name, self._first_step) for name in bucket.names), default=self.iter)
+        self._steps.update(dict.fromkeys(bucket.names, step + 1))
+        return step
+
     def _engine(self, bucket: Bucket, batched: bool) -> Hook:
         if self.hook is None or self.hook.closed:
             self._saved = self._state()
-            group = group_of(self.process_group)
+            group = group_of(found(self, "process_group"))
             self.hook = make_hook(self._exchange(bucket.flat.dtype, batched), group, bucket.flat.device)
             self._resume(self.hook)
         return self.hook
@@ -163,7 +194,7 @@ class PowerSGDState:
         if wanted != hook.exchange:
             hook.switch(wanted)
         if hook.steps == self.start_powerSGD_iter:
-            log.info("PowerSGD starts after %s steps", self.start_powerSGD_iter)
+            logger.info("Start to apply PowerSGD after %s iterations.", self.start_powerSGD_iter)
 
     def _exchange(self, dtype: torch.dtype, batched: bool) -> LowRank:
         return LowRank(
@@ -181,9 +212,10 @@ class PowerSGDState:
         """Go on from a checkpoint. One rank's file has that rank's memory alone: on all ranks it must not multiply."""
         saved = self._saved
         if not saved:
+            hook.steps = self._first_step
             return
         if saved["rank"] not in (hook.rank, MERGED) and saved["size"] == hook.size and saved["residuals"]:
-            log.warning(
+            logger.warning(
                 "this PowerSGDState was saved by rank %s: what rank %s owed is lost. Save on every rank, or save "
                 "state.hook.state_dict(merged=True)",
                 saved["rank"],
@@ -196,14 +228,21 @@ class PowerSGDState:
     def _state(self) -> dict[str, Any]:
         return self._saved if self.hook is None else self.hook.state_dict()
 
-    def _count(self, exchange: Any, bucket: Bucket) -> None:
-        if self.hook is None or self.hook.steps <= self.start_powerSGD_iter:
+    def _count(self, exchange: Any, bucket: Bucket, step: int) -> None:
+        if step < self.start_powerSGD_iter:
             return
         self.total_numel_before_compression += bucket.flat.numel()
         self.total_numel_after_compression += exchange.lay_out(bucket).values
         if bucket.is_last and self.iter >= self.next_stats_report:
             self.next_stats_report = self.iter + self.compression_stats_logging_frequency
-            log.info("PowerSGD: compression %.1f, %d values before, %d after", *self.compression_stats())
+            rate, before, after = self.compression_stats()
+            logger.info(
+                "Compression stats: iter %s, total before compression %s, total after compression %s, rate %s",
+                self.iter,
+                before,
+                after,
+                rate,
+            )
 
 
 def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
