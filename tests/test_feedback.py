@@ -120,13 +120,21 @@ def test_switching_feedback_off_pays_what_is_owed():
 @pytest.mark.parametrize(
     ("state", "text"),
     [
-        ({}, "missing: rank, residuals, size, step, version"),
+        ({}, "missing: memory, rank, residuals, size, step, version"),
         ({**pack("x", 1, 0, 2, {}), "version": 99}, "version: 99"),
         (pack("x", 1, 1, 2, {"0": torch.ones(2)}), "rank 1 of 2 given to rank 0 of 1"),
         ([pack("x", 1, rank, 3, {"0": torch.ones(2)}) for rank in (0, 2)], "list of all ranks' states"),
         ([], "no state given"),
+        (5, "a state is what Hook.state_dict"),
+        ("x", "a state is what Hook.state_dict"),
+        ([pack("x", 1, 0, 1, {}), 5], "a state is what Hook.state_dict"),
+        ({**pack("x", 1, 0, 1, {}), "step": -4}, "damaged: step is a whole number of at least 0, not -4"),
+        ({**pack("x", 1, 0, 1, {}), "step": "a"}, "damaged: step"),
+        ({**pack("x", 1, 0, 1, {}), "residuals": 5}, "damaged: its residuals and memory"),
+        ({**pack("x", 1, 0, 1, {}), "residuals": {"0": 5}}, "damaged: its residuals and memory"),
+        ({**pack("x", 1, 0, 1, {}), "memory": {"0": 5}}, "damaged: its residuals and memory"),
     ],
-    ids=["empty", "version", "other rank", "incomplete", "nothing"],
+    ids=str,
 )
 def test_wrong_states_are_refused_and_leave_the_hook_as_it_was(state, text):
     def run(rank):

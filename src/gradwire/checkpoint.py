@@ -16,6 +16,7 @@ from gradwire.bucket import Memory
 from gradwire.errors import StateError
 
 VERSION = 1
+DAMAGED = "the checkpoint is damaged"
 MERGED = -1
 """The `rank` of a state that holds the sum over all ranks."""
 
@@ -72,12 +73,30 @@ def _check_form(states: Sequence[Mapping[str, Any]]) -> None:
     if not states:
         raise StateError("no state given: pass what Hook.state_dict() returned, or a list of such")
     for state in states:
-        missing = {"version", "step", "rank", "size", "residuals"} - state.keys()
+        if not isinstance(state, Mapping):
+            raise StateError(f"a state is what Hook.state_dict() returned, or a list of such; got {state!r}")
+        missing = {"version", "step", "rank", "size", "residuals", "memory"} - state.keys()
         if missing or state["version"] != VERSION:
             raise StateError(
                 f"not a state of gradwire.Hook version {VERSION} (missing: {', '.join(sorted(missing)) or 'nothing'}; "
                 f"version: {state.get('version')})"
             )
+        _check_values(state)
+
+
+def _check_values(state: Mapping[str, Any]) -> None:
+    """Refuse what no hook has saved: a damaged file."""
+    for key, least in (("step", 0), ("rank", MERGED), ("size", 1)):
+        if not isinstance(state[key], int) or state[key] < least:
+            raise StateError(f"{DAMAGED}: {key} is a whole number of at least {least}, not {state[key]!r}")
+    memory = state["memory"]
+    kept = [state["residuals"], *(memory.values() if isinstance(memory, Mapping) else [memory])]
+    if not all(map(_is_tensors, kept)):
+        raise StateError(f"{DAMAGED}: its residuals and memory are not tensors by the names of parameters")
+
+
+def _is_tensors(kept: Any) -> bool:
+    return isinstance(kept, Mapping) and all(isinstance(value, Tensor) for value in kept.values())
 
 
 def _check_whole(states: Sequence[Mapping[str, Any]], rank: int, size: int) -> None:
