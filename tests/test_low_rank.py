@@ -7,6 +7,7 @@ from torch import nn
 
 from gradwire import SpecError, StateError
 from gradwire.bucket import Bucket, make_bucket, segments_of
+from gradwire.comm import GroupComm
 from gradwire.exchanges import exchange
 from gradwire.exchanges.matrices import shape_of
 from gradwire.kernels.cpu import low_rank as cpu
@@ -309,6 +310,27 @@ def test_bytes_are_those_of_the_formula(size, spec):
         assert formula * 0.97 <= sent <= formula * 1.03
 
 
+@pytest.mark.parametrize("shapes", [[(64, 64)], [(64, 64), (9,)], [(9,)]], ids=str)
+def test_a_chunk_takes_two_collectives_none_of_them_empty(shapes, monkeypatch):
+    """One for P with all that rides along, one for Q; where nothing is a matrix, one (torch's 3.23)."""
+    seen, collect = [], GroupComm._collect
+
+    def counted(comm, name, issue, moved_bytes):
+        seen.append(moved_bytes)
+        collect(comm, name, issue, moved_bytes)
+
+    def main(rank):
+        hook = rank.hook(exchange("powersgd:rank=1"))
+        rank.store.set(f"ready/{rank.rank}", "")
+        rank.store.wait(["ready/0", "ready/1"])  # so that only averaging is counted
+        monkeypatch.setattr(GroupComm, "_collect", counted)
+        averaged(hook, *(torch.randn(shape) for shape in shapes))
+
+    thread_ranks(2, main)
+    assert len(seen) == 2 * (2 if (64, 64) in shapes else 1)
+    assert all(seen)
+
+
 def _left_over(spec, numel):
     """What does not fit into the one, nearly square matrix of a bucket: a fraction of a row."""
     layout = exchange(spec).lay_out(make_bucket([torch.ones(numel)]))
@@ -371,8 +393,11 @@ def test_warmup_averages_exactly_and_compresses_afterwards():
         assert torch.allclose(got, exact) == (step < 3), step
 
 
-def test_the_seed_and_only_the_seed_decides_where_it_starts():
-    torch.manual_seed(0)
+def test_the_seed_and_only_the_seed_decides_where_it_starts(monkeypatch):
+    """And nobody else's random numbers are touched, on no device (torch's 3.24)."""
+    for place in ("torch.manual_seed", "torch.cuda.manual_seed", "torch.cuda.manual_seed_all"):
+        monkeypatch.setattr(place, lambda seed: pytest.fail("everybody's seed was set"))
+    torch.random.default_generator.manual_seed(0)
     before = torch.random.get_rng_state()
     first, again, other = (
         run(2, f"powersgd:rank=1,seed={seed}", lambda who, step: [matrix(who, 64, 64)])[0][0][0][0]
@@ -454,7 +479,7 @@ def test_scale_state_refuses(factor):
     [
         ("powersgd:rank=0", "rank must be at least 1, got 0"),
         ("powersgd:rank=-2", "rank must be at least 1"),
-        ("powersgd:rank=two", "rank must be of type int"),
+        ("powersgd:rank=two", "rank must be a whole number"),
         ("powersgd:warmup=-1", "warmup must be at least 0"),
         ("powersgd:iterations=0", "iterations must be at least 1"),
         ("powersgd:resync=-5", "resync must be at least 0"),

@@ -96,7 +96,8 @@ def coerce(what: str, value: object, kind: Any) -> object:
         return float(value)
     if isinstance(kind, type) and isinstance(value, kind) and not isinstance(value, bool):
         return value
-    raise SpecError(f"{what} must be of type {getattr(kind, '__name__', kind)}, got {value!r}")
+    told = {int: "a whole number", float: "a number", str: "text"}.get(kind, f"of type {kind}")
+    raise SpecError(f"{what} must be {told}, got {value!r}")
 
 
 def _not_none(kind: Any) -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gradwire import kernels
@@ -56,21 +57,28 @@ class NamedCodec:
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
             what = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
             raise SpecError(f"{self.inner.name}: encode takes a tensor of a floating type, got {what}")
+        if tensor.layout != torch.strided:
+            raise SpecError(f"{self.inner.name}: encode takes a dense tensor, got {tensor.layout}; use to_dense()")
         return self.inner.encode(tensor.detach().reshape(-1).float().contiguous())
 
     def decode(self, wire: Tensor, numel: int) -> Tensor:
         """The `numel` values on the wire, flat and float32."""
-        return decode(self.inner, wire, numel)
+        return decode(self.inner, wire, self._count(numel))
 
     def wire_bytes(self, numel: int) -> int:
         """How many bytes `encode` makes of so many values."""
-        return self.inner.wire_bytes(numel)
+        return self.inner.wire_bytes(self._count(numel))
+
+    def _count(self, numel: int) -> int:
+        if not isinstance(numel, int) or numel < 0:
+            raise SpecError(f"{self.inner.name}: numel must be a whole number of at least 0, got {numel!r}")
+        return numel
 
     def __repr__(self) -> str:
         return f"<gradwire codec {self.inner}>"
 
 
-def codec(spec: str) -> NamedCodec:
-    """A codec by its spec, such as `"int4"` or `"int8:block=128"`."""
+def codec(spec: str, **options: object) -> NamedCodec:
+    """A codec by its spec, such as `"int4"` or `"int8:block=128"`; `options` are those of the spec."""
     kernels.load()
-    return NamedCodec(build("codec", spec, CODECS))
+    return NamedCodec(build("codec", spec, CODECS, options))
