@@ -23,7 +23,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     teacher = nn.Linear(64, 8)
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 8)), bucket_cap_mb=4)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 8)))
     hook = gradwire.register(model, args.hook)  # the one line
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
