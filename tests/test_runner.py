@@ -14,7 +14,7 @@ from gradwire.comm import inline_comm
 from gradwire.errors import ExchangeError, RegisterError
 from gradwire.exchanges import EXCHANGES, Exact, exchange
 from gradwire.hook import Hook
-from gradwire.runner import StreamRunner
+from gradwire.stream import StreamRunner
 from gradwire.testing import thread_ranks
 from gradwire.testing.contracts import gaussian
 

@@ -17,7 +17,8 @@ from torch.distributed import distributed_c10d as c10d
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.bucket import GRADIENT_DTYPES, Bucket, from_ddp, segments_of
+from gradwire.bucket import Bucket, from_ddp, segments_of
+from gradwire.checks import check_group, check_model, check_parameters
 from gradwire.comm import Comm, TracedComm, slow_link
 from gradwire.errors import GradwireError, RegisterError, SpecError
 from gradwire.exchanges import Exact, Exchange, exchange
@@ -25,7 +26,8 @@ from gradwire.hook import Hook
 from gradwire.lanes import Lanes
 from gradwire.policies.auto import Pilot, auto
 from gradwire.rebucket import check_bucket_mb, rebucket
-from gradwire.runner import THREADS, LaneRunner, Runner, StreamRunner
+from gradwire.runner import THREADS, LaneRunner, Runner
+from gradwire.stream import StreamRunner
 
 log = logging.getLogger("gradwire")
 
@@ -68,9 +70,10 @@ def attach(
     asked: str | None = None,
 ) -> Hook:
     """Give `model` a hook that averages over `group`, by default the model's own."""
-    _check_model(model, asked or str(exchange))
+    check_model(model, asked or str(exchange))
     check_group(group)
-    _check_parameters(model)
+    params = _named_parameters(model)
+    check_parameters(model, params())
     if chunk_bytes is not None and (not isinstance(chunk_bytes, int) or chunk_bytes < 1024):
         raise SpecError(f"chunk_bytes must be a whole number of at least 1024, got {chunk_bytes!r}")
     check_bucket_mb(bucket_mb)
@@ -78,8 +81,7 @@ def attach(
     if traced and asked is not None:
         raise RegisterError(f"{asked} counts steps, which DDP's compiled reducer does not show; name a hook instead")
     group = group or model.process_group
-    params = _named_parameters(model)
-    hook = make_hook(exchange, group, _device(model), chunk_bytes, params, asked=asked, traced=traced)
+    hook = make_hook(exchange, group, params()[0][1].device, chunk_bytes, params, asked=asked, traced=traced)
     try:
         if hook.size > 1:
             hook.agree("bucket_mb", "default" if bucket_mb is None else str(float(bucket_mb)))
@@ -219,57 +221,6 @@ def _backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     return str(group._get_backend(device).name()).lower()
 
 
-def check_group(group: object) -> None:
-    """Raise SpecError unless it is one, or None."""
-    if group is not None and not isinstance(group, dist.ProcessGroup):
-        raise SpecError(f"expected a process group that this rank is in, or None; got {group!r}")
-
-
-def _check_model(model: object, wanted: str) -> None:
-    if not isinstance(model, DistributedDataParallel):
-        raise RegisterError(
-            f"register() takes a torch.nn.parallel.DistributedDataParallel, got {type(model).__name__}; wrap the model "
-            "first: model = DistributedDataParallel(model)"
-        )
-    if not dist.is_initialized():
-        raise RegisterError("the process group is gone: call torch.distributed.init_process_group() before registering")
-    if model._comm_hooks:
-        carried = model._comm_hooks[0][1]
-        if isinstance(carried, _Carried):
-            instead = (
-                "to let gradwire choose, wrap the module in a new DistributedDataParallel"
-                if auto(wanted) is not None
-                else f"to change it use switch() of the Hook that register() returned, as in hook.switch({wanted!r})"
-            )
-            raise RegisterError(
-                f"register_comm_hook can only be called once: this model already has the gradwire hook "
-                f"{str(carried.hook.exchange)!r}; {instead}"
-            )
-        name = getattr(model._comm_hooks[0][0], "__qualname__", "?")
-        raise RegisterError(
-            f"register_comm_hook can only be called once: this model already has the hook {name!r}; wrap the module in "
-            "a new DistributedDataParallel and register gradwire's there"
-        )
-
-
-def _check_parameters(model: DistributedDataParallel) -> None:
-    params = _named_parameters(model)()
-    if not params:
-        raise RegisterError("no parameter of the model requires a gradient: there is nothing to average")
-    for name, param in params:
-        if param.dtype not in GRADIENT_DTYPES:
-            allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in GRADIENT_DTYPES)
-            raise RegisterError(f"parameter {name!r} is {param.dtype}; gradients can be averaged in {allowed}")
-    device = _device(model)
-    try:
-        model.process_group._get_backend(device)
-    except RuntimeError as error:
-        raise RegisterError(
-            f"the model is on {device.type!r}, but its process group ({dist.get_backend(model.process_group)}) cannot "
-            "move such tensors; use init_process_group('gloo') for a CPU model, or 'cpu:gloo,cuda:nccl'"
-        ) from error
-
-
 def _named_parameters(model: DistributedDataParallel) -> Callable[[], list[tuple[str, Tensor]]]:
     """The parameters that DDP averages, by name, without keeping the model alive."""
     module, ignored = weakref.ref(model.module), set(model.parameters_to_ignore)
@@ -279,8 +230,3 @@ def _named_parameters(model: DistributedDataParallel) -> Callable[[], list[tuple
         return [(name, param) for name, param in named if param.requires_grad and name not in ignored]
 
     return params
-
-
-def _device(model: DistributedDataParallel) -> torch.device:
-    devices: list[torch.device] = [param.device for param in model.module.parameters() if param.requires_grad]
-    return devices[0]

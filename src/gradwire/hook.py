@@ -21,8 +21,9 @@ from gradwire.errors import CLOSED, ExchangeError, RegisterError, StateError
 from gradwire.exchanges import Exchange, exchange
 from gradwire.feedback import Residuals
 from gradwire.jobs import chunks_of, job_of, jobs_of
-from gradwire.runner import Job, Runner, done
+from gradwire.runner import Job, Runner
 from gradwire.stats import Meter, Stats
+from gradwire.stream import done
 from gradwire.verify import Verification, verify
 
 if TYPE_CHECKING:

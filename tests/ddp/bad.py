@@ -100,7 +100,9 @@ def registered_twice(ranks: Ranks) -> None:
     trial = Trial(ranks, seeded(models.Deep, 2), register={"spec": "fp16"})
     text = raised(RegisterError, lambda: gradwire.register(trial.model, "bf16"))
     assert "'fp16'" in text
-    assert "switch" in text
+    assert "hook.switch('bf16')" in text
+    text = raised(RegisterError, lambda: gradwire.register(trial.model, "auto"))
+    assert "wrap the module in a new DistributedDataParallel" in text
     trial.step(batch(ranks.rank, 0))
 
 

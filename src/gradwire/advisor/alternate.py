@@ -28,7 +28,7 @@ from gradwire.bucket import from_ddp
 from gradwire.ddp import make_hook
 from gradwire.errors import RegisterError
 from gradwire.exchanges import Exact
-from gradwire.runner import new_future
+from gradwire.stream import new_future
 
 ORDER = (True, False, False, True)
 """Whether a step communicates, over and over: a machine that grows slower does so for both kinds alike."""

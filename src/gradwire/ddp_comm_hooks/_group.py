@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.futures import Future
 
 from gradwire.bucket import Bucket, from_ddp
-from gradwire.ddp import check_group, make_hook, traced_mean
+from gradwire.checks import check_group
+from gradwire.ddp import make_hook, traced_mean
 from gradwire.errors import RegisterError
 from gradwire.exchanges import Exchange, exchange
 from gradwire.hook import Hook
