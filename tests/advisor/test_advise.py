@@ -200,9 +200,13 @@ def test_a_short_run_on_the_built_in_model(tmp_path):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--max-error", "0"], "max_error must be above 0 and finite, got 0.0"),
-        (["--max-error", "-1"], "max_error must be above 0 and finite, got -1.0"),
-        (["--max-error", "nan"], "max_error must be above 0 and finite, got nan"),
+        (["--max-error", "0"], "argument --max-error: must be above 0 and finite, got '0'"),
+        (["--max-error", "-1"], "argument --max-error: must be above 0 and finite, got '-1'"),
+        (["--max-error", "nan"], "argument --max-error: must be above 0 and finite, got 'nan'"),
+        (["--max-error", "inf"], "argument --max-error: must be above 0 and finite, got 'inf'"),
+        (["--max-error", "low"], "argument --max-error: must be above 0 and finite, got 'low'"),
+        (["--nproc", "1"], "nproc is 1: there is no communication to measure; take --nproc 2 or more"),
+        (["--nproc", "100000"], "the number of ranks must be between 1 and"),
         (["--hooks", "int9000"], "unknown hook 'int9000'"),
         (["--hooks", "noop"], "noop does not average, so it cannot be a candidate"),
         (["--steps", "7"], "steps must be at least 8, got 7"),

@@ -6,11 +6,13 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from gradwire.advisor import headroom as measuring
 from gradwire.advisor.alternate import ORDER, WARM_UP, Alternating, Clock, alternating_hook
 from gradwire.advisor.headroom import Headroom, headroom, median_interval
 from gradwire.cli import main
 from gradwire.cli.headroom import to_text
 from gradwire.errors import SpecError
+from gradwire.launch import ScriptFailed
 from gradwire.testing import spawn_ranks
 
 
@@ -85,7 +87,10 @@ def test_too_few_steps_are_refused():
         (["--steps", "1"], "steps must be at least 8, got 1"),
         (["--link", "fast"], "link 'fast'"),
         (["nosuch.py"], "script 'nosuch.py' does not exist"),
-        (["--nproc", "0"], "nproc must be between 1 and"),
+        (["--nproc", "0"], "the number of ranks must be between 1 and"),
+        (["--nproc", "100000"], "the number of ranks must be between 1 and"),
+        (["--nproc", "1"], "nproc is 1: there is no communication to measure; take --nproc 2 or more"),
+        (["--nproc", "1", "--nnodes", "1"], "nproc is 1: there is no communication to measure"),
     ],
 )
 def test_bad_input_is_one_line(capsys, words, message):
@@ -93,6 +98,35 @@ def test_bad_input_is_one_line(capsys, words, message):
     printed = capsys.readouterr()
     assert message in printed.err
     assert (printed.err.count("\n"), printed.out) == (1, "")
+
+
+def test_one_rank_here_is_right_where_there_are_other_nodes(monkeypatch):
+    started = []
+    monkeypatch.setattr(measuring, "follow", lambda plan, script, *ranks, enough: started.append(ranks))
+    with pytest.raises(ScriptFailed, match="never built"):
+        headroom(nproc=1, torchrun=["--nnodes=2", "--node-rank=0"])
+    assert started == [(1, ["--nnodes=2", "--node-rank=0"])]
+
+
+ALONE = """
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo", init_method="file://" + __file__ + ".store", rank=0, world_size=1)
+DistributedDataParallel(torch.nn.Linear(8, 8))
+print("trained")
+"""
+
+
+def test_a_script_that_is_alone_ends_when_it_builds_its_model(tmp_path, capfd):
+    path = tmp_path / "train.py"
+    path.write_text(ALONE)
+    assert main(["headroom", str(path)]) == 1
+    printed = capfd.readouterr()
+    assert printed.out == ""
+    assert printed.err.endswith(
+        "RegisterError: the model's process group has one rank: there is no communication to measure; take --nproc 2 "
+        "or more\n"
+    )
 
 
 # -- the training stays what it was --------------------------------------------------------------------------------

@@ -84,15 +84,47 @@ def test_resume_measures_only_what_is_missing(tmp_path, ranks, capsys):
     assert [each["cell"]["hook"] for each in content["records"]] == ["exact", "noop", "int8"]
 
 
+@pytest.mark.parametrize(
+    ("done", "told"),
+    [
+        (0, "nothing is saved yet, as all hooks of a link and number of ranks train in turns and end together\n"),
+        (1, "3 of 9 cells are in {path}; go on with --resume\n"),
+        (2, "6 of 9 cells are in {path}; go on with --resume\n"),
+    ],
+)
+def test_ctrl_c_says_what_is_saved_and_resume_goes_on_from_there(tmp_path, ranks, monkeypatch, capsys, done, told):
+    path = tmp_path / "records.jsonl"
+    links = ["none", "1gbit", "100mbit"]
+    answer = grid.run_ranks
+
+    def interrupted(*order, **options):
+        if len(ranks) == done:
+            raise KeyboardInterrupt
+        return answer(*order, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(grid, "run_ranks", interrupted)
+        assert call(path, "--links", *links) == 130
+    said = capsys.readouterr().err
+    assert f"gradwire bench: {told.format(path=path)}" in said
+    assert said.endswith("gradwire: interrupted\n")
+    assert len(read(path).runs) == 3 * done
+    assert call(path, "--links", *links, *(["--resume"] if done else [])) == 0
+    assert [link for _, link, *_ in ranks] == links
+    assert len(read(path).runs) == 9
+
+
 def test_what_does_not_compare_is_not_added(tmp_path, ranks, capsys):
     path = tmp_path / "records.jsonl"
     assert call(path) == 0
     assert call(path, "--resume", "--steps", "9") == 2
-    assert "holds runs with steps 40 (now 9)" in capsys.readouterr().err
+    assert "holds runs with steps 40 (now 9): runs with other settings do not compare" in capsys.readouterr().err
     other = tmp_path / "other.jsonl"
     append(other, [run("int8")])
     assert call(other, "--resume") == 2
-    assert "Some <Processor> & Co (now" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "Some <Processor> & Co (now" in said
+    assert "runs from another machine or other versions do not compare" in said
 
 
 @pytest.mark.parametrize(
@@ -100,7 +132,7 @@ def test_what_does_not_compare_is_not_added(tmp_path, ranks, capsys):
     [
         (["--links", "fast"], "link 'fast'"),
         (["--ranks", "1"], "ranks must be at least 2"),
-        (["--ranks", "65"], "nproc must be between 1 and 64"),
+        (["--ranks", "2", "100000"], "the number of ranks must be between 1 and"),
         (["--repeats", "0"], "repeats must be at least 1"),
         (["--steps", "0"], "steps must be at least 1"),
         (["--hooks", "int9"], "unknown hook 'int9'"),
@@ -150,7 +182,7 @@ def test_an_interrupted_bench_keeps_what_is_done_and_goes_on(tmp_path, capsys):
     finally:
         bench.kill()
     assert (bench.returncode, out) == (130, "")
-    assert f"what is done is in {path}; go on with --resume" in err
+    assert f"3 of 6 cells are in {path}; go on with --resume" in err
     for process in started:
         wait_until_gone(process)
     assert [each.cell.hook for each in read(path).runs] == ["exact", "noop", "int8"]

@@ -1,6 +1,6 @@
 import pytest
 
-from gradwire.bench import measure
+from gradwire.bench import Settings, measure
 from gradwire.bench.ranks import RankFailed, run_ranks, threads_each
 from gradwire.errors import SpecError
 
@@ -34,6 +34,15 @@ def test_a_rank_that_dies_is_named_with_its_last_words():
     with pytest.raises(RankFailed, match="rank 1 was killed by SIGKILL") as caught:
         run(targets.die_on_rank_1)
     assert str(caught.value).endswith("rank 1 was here")
+
+
+def test_more_ranks_than_make_sense_here_are_refused():
+    for start in (
+        lambda count: run_ranks("no:where", count, {}),
+        lambda count: measure(["exact"], Settings(nproc=count)),
+    ):
+        with pytest.raises(SpecError, match=r"number of ranks must be between 1 and \d+ on a machine with \d+ cores"):
+            start(100_000)
 
 
 @pytest.mark.parametrize(("hooks", "message"), [(["fp17"], "Did you mean 'fp16'"), ([], "no hook to measure")])

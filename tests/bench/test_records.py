@@ -1,12 +1,14 @@
 """Records on disk: what is written comes back, what is torn is dropped, what is not ours is refused."""
 
 import json
+from io import StringIO
 
 import pytest
 
 from gradwire.bench.jsonl import RecordsError, append, read
 from gradwire.bench.records import SCHEMA
 from gradwire.cli import main
+from gradwire.report.write import report
 
 from ..report.kit import run, runs
 
@@ -95,7 +97,7 @@ def test_a_line_that_is_not_ours_is_named_wherever_it_stands(path):
 
 
 def test_a_folder_is_no_file_of_records(path, capsys):
-    assert main(["report", str(path.parent)]) == 1
+    assert main(["report", str(path.parent)]) == 2
     assert "it is a folder; name a file of records in it\n" in capsys.readouterr().err
 
 
@@ -120,7 +122,9 @@ def _changed(**changes):
 def test_files_that_are_not_ours_are_refused(path, text, message, capsys):
     if text is not None:
         path.write_text(text)
-    assert main(["report", str(path)]) == 1
+    assert main(["report", str(path)]) == (2 if text is None else 1)
+    with pytest.raises(RecordsError):
+        report(path, None, kind="md", as_json=False, out=StringIO(), err=StringIO())
     printed = capsys.readouterr()
     assert message in printed.err
     assert printed.out == ""
@@ -137,6 +141,13 @@ def test_report_writes_a_page_and_says_what_to_do(path, capsys, monkeypatch):
     assert "link 100mbit, 2 ranks: Use int4." in printed.out
     assert printed.out.endswith("report: report.html\n")
     assert (path.parent / "report.html").read_text().startswith("<!doctype html>")
+
+
+def test_records_of_a_larger_machine_can_be_read(path, capsys):
+    append(path, [run(hook, ranks=4096) for hook in ("exact", "noop", "int8")])
+    assert {each.settings.nproc for each in read(path).runs} == {4096}
+    assert main(["report", str(path), "--format", "md"]) == 0
+    assert "4096 ranks" in capsys.readouterr().out
 
 
 def test_report_as_markdown_goes_to_stdout_or_a_file(path, capsys):

@@ -12,7 +12,7 @@ import pytest
 
 from gradwire.errors import SpecError
 from gradwire.launch import Script, ScriptFailed
-from gradwire.launch.launch import check_nproc
+from gradwire.launch.launch import launch
 from gradwire.launch.plan import new_plan
 from gradwire.launch.processes import below, end_all
 from gradwire.launch.supervise import Command, supervise
@@ -169,9 +169,9 @@ def test_a_folder_is_a_script_if_python_can_run_it(tmp_path):
     assert Script.parse([str(tmp_path)]).words() == [str(tmp_path)]
 
 
-def test_scripts_and_numbers_of_ranks_are_checked(tmp_path):
+def test_scripts_and_numbers_of_ranks_are_checked(tmp_path, plan):
     with pytest.raises(SpecError, match=r"script '.*nosuch.py' does not exist; give the path of a Python file"):
         Script.parse([str(tmp_path / "nosuch.py")])
     for nproc in (0, -1, 10**6):
-        with pytest.raises(SpecError, match=f"nproc must be between 1 and .*, got {nproc}"):
-            check_nproc(nproc)
+        with pytest.raises(SpecError, match=f"the number of ranks must be between 1 and .*, got {nproc}"):
+            launch(Script("train.py"), plan, nproc=nproc)

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.advisor.alternate import ORDER, UNSEEN, WARM_UP, Alternating, Backward, Clock, alternating_hook
 from gradwire.advisor.link import Link
-from gradwire.errors import SpecError
+from gradwire.errors import RegisterError, SpecError
 from gradwire.launch import Plan, Script, ScriptFailed, follow
 from gradwire.launch.plan import new_plan
 
@@ -25,6 +25,7 @@ BOUND = 0.10
 MIN_ROUNDS = 2
 EXTRA_STEPS = 2
 """The built-in script takes so many more than are timed: a step ends when the next begins."""
+ONE_RANK = "there is no communication to measure; take --nproc 2 or more"
 
 _clocks: dict[str, Clock] = {}
 
@@ -131,12 +132,15 @@ def headroom(
 
     With `stop` the script is ended as soon as that is done. `nproc` and `torchrun` say how ranks are started; inside a
     launcher the script runs in this process, and all ranks but the first return None. `report` is told the part done.
+    SpecError before anything starts for what cannot be measured, such as one rank.
     """
     if steps < MIN_ROUNDS * len(ORDER):
         raise SpecError(f"steps must be at least {MIN_ROUNDS * len(ORDER)}, got {steps}")
+    if nproc == 1 and not _has_nodes(torchrun):
+        raise SpecError(f"nproc is 1: {ONE_RANK}")
     job = {"steps": steps, "link": None if link is None else str(Link.parse(link))}
     if script is None:
-        nproc = nproc or 2
+        nproc = 2 if nproc is None else nproc
         script = Script("gradwire.advisor.builtin", (str(WARM_UP + steps + len(ORDER) + EXTRA_STEPS),), module=True)
 
     with new_plan("headroom", "gradwire.advisor.headroom:timed", job) as plan:
@@ -150,9 +154,16 @@ def headroom(
         return _result(plan)
 
 
+def _has_nodes(torchrun: Sequence[str]) -> bool:
+    """Whether these options ask for several nodes. A range of nodes counts: the model's group will tell."""
+    return any(option.startswith("--nnodes") for option in torchrun) and "--nnodes=1" not in torchrun
+
+
 def timed(model: DistributedDataParallel, plan: Plan) -> None:
     """Time a model of the script, and leave a note after every round."""
     group, note = model.process_group, plan.new_note("times")
+    if group.size() == 1 and plan.folder not in _clocks:  # now, and not after all steps
+        raise RegisterError(f"the model's process group has one rank: {ONE_RANK}")
 
     def publish(times: list[float], backward: Backward) -> None:
         plan.write(note, {"rank": group.rank(), "ranks": group.size(), "times": times, **backward._asdict()})
@@ -178,8 +189,6 @@ def _result(plan: Plan) -> Headroom | None:
     if first is None:  # it runs elsewhere, and tells there
         return None
     times, ranks = first["times"], first["ranks"]
-    if ranks == 1:
-        raise ScriptFailed("the model's process group has one rank: there is no communication; take --nproc 2 or more")
     if len(times) < MIN_ROUNDS * len(ORDER):
         need = WARM_UP + MIN_ROUNDS * len(ORDER) + 1
         raise ScriptFailed(f"the script trained too few steps to say anything: let it train at least {need}")

@@ -14,7 +14,7 @@ from gradwire.advisor.link import Link
 from gradwire.bench.jsonl import Records, RecordsError, append, read
 from gradwire.bench.measure import all_hooks, checked
 from gradwire.bench.progress import progress
-from gradwire.bench.ranks import run_ranks
+from gradwire.bench.ranks import check_nproc, run_ranks
 from gradwire.bench.records import NO_LINK, PLAIN, SCHEMA, Cell, Origin, Record, Run, Settings, Split
 from gradwire.errors import SpecError
 
@@ -44,7 +44,7 @@ class Grid:
         for ranks in self.ranks:
             if ranks < 2:
                 raise SpecError(f"ranks must be at least 2, as one rank has nothing to exchange; got {ranks}")
-            replace(self.settings, nproc=ranks)
+            check_nproc(ranks)
         if PLAIN in hooks and links != [NO_LINK]:
             raise SpecError(f"{PLAIN} cannot run on an emulated link, which only hooks know of: measure 'exact' there")
         object.__setattr__(self, "hooks", hooks)
@@ -68,11 +68,19 @@ def bench(grid: Grid, path: Path, *, resume: bool, as_json: bool, out: TextIO, e
         with progress(err, "gradwire bench") as report:
             _measure(grid, missing, path, report)
     except KeyboardInterrupt:
-        err.write(f"gradwire bench: what is done is in {path}; go on with --resume\n")
+        err.write(f"gradwire bench: {_saved_text(wanted, path)}\n")
         raise
     runs = [run for run in read(path).runs if run.cell in set(wanted)]
     out.write(to_json(runs, path) if as_json else to_text(runs, path))
     out.flush()
+
+
+def _saved_text(wanted: Sequence[Cell], path: Path) -> str:
+    """What an interrupted run leaves. Hooks train in turns, so a group of cells is measured, and saved, all at once."""
+    saved = len({run.cell for run in read(path).runs} & set(wanted))
+    if not saved:
+        return "nothing is saved yet, as all hooks of a link and number of ranks train in turns and end together"
+    return f"{saved} of {len(wanted)} cells are in {path}; go on with --resume"
 
 
 def to_json(runs: Sequence[Run], path: Path) -> str:
@@ -102,8 +110,8 @@ def _held(grid: Grid, path: Path, resume: bool, err: TextIO) -> Records:
         err.write(f"gradwire bench: {held.torn_text(path)}\n")
     here = Origin.here()
     for run in held.runs:
-        _same(path, "settings", _shared(run.settings, run.cell.repeat), _shared(grid.settings, 0))
-        _same(path, "origin", asdict(run.origin), asdict(here))
+        _same(path, "with other settings", _shared(run.settings, run.cell.repeat), _shared(grid.settings, 0))
+        _same(path, "from another machine or other versions", asdict(run.origin), asdict(here))
     return held
 
 
@@ -126,7 +134,7 @@ def _same(path: Path, what: str, held: dict[str, Any], wanted: dict[str, Any]) -
     different = [f"{key} {held[key]} (now {wanted[key]})" for key in held if held[key] != wanted[key]]
     if different:
         raise SpecError(
-            f"{path} holds runs with {', '.join(different)}: runs of another {what} do not compare; take another --out"
+            f"{path} holds runs with {', '.join(different)}: runs {what} do not compare; take another --out"
         )
 
 

@@ -23,6 +23,10 @@ class RecordsError(GradwireError, ValueError):
     """A file that does not hold records this version can read."""
 
 
+class NoRecords(RecordsError, SpecError):
+    """There is no such file: it is the path that is wrong, not what a file holds."""
+
+
 @dataclass(frozen=True, slots=True)
 class Records:
     """What a file holds."""
@@ -40,7 +44,10 @@ class Records:
 
 
 def read(path: Path) -> Records:
-    """All runs of a file; of two runs of a cell the later one. RecordsError if there is a line that is not ours."""
+    """All runs of a file; of two runs of a cell the later one.
+
+    NoRecords if there is no such file, RecordsError if there is a line in it that is not ours.
+    """
     return _read(path, _content(path))
 
 
@@ -68,9 +75,9 @@ def _content(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except FileNotFoundError as error:
-        raise RecordsError(f"there is no file {path}; `gradwire bench --out {path}` makes it") from error
+        raise NoRecords(f"there is no file {path}; `gradwire bench --out {path}` makes it") from error
     except IsADirectoryError as error:
-        raise RecordsError(f"cannot read {path}: it is a folder; name a file of records in it") from error
+        raise NoRecords(f"cannot read {path}: it is a folder; name a file of records in it") from error
     except OSError as error:
         raise RecordsError(f"cannot read {path}: {error.strerror}") from error
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from gradwire.errors import GradwireError
+from gradwire.errors import GradwireError, SpecError
 
 TICK_S = 0.1
 """The longest that nothing is reported."""
@@ -33,6 +33,9 @@ GRACE_S = 1.0
 """After the first failure: how long to listen for a rank that knows more about it."""
 EXIT_S = 5.0
 """How long a rank that has said everything may take to exit."""
+RANKS_PER_CORE = 4
+MIN_LIMIT = 8
+"""So many ranks may share even the smallest machine."""
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "1000000000", "MALLOC_TRIM_THRESHOLD_": "2000000000"}
 """For every rank: glibc's own habit depends on what was freed before, and moves a step by 10% either way."""
 
@@ -62,6 +65,15 @@ def threads_each(nproc: int) -> int:
     return max(1, cores() // nproc)
 
 
+def check_nproc(nproc: int) -> None:
+    """SpecError for a number of local ranks that makes no sense on this machine."""
+    limit = max(MIN_LIMIT, RANKS_PER_CORE * cores())
+    if not 1 <= nproc <= limit:
+        raise SpecError(
+            f"the number of ranks must be between 1 and {limit} on a machine with {cores()} cores, got {nproc}"
+        )
+
+
 def run_ranks(
     target: str,
     nproc: int,
@@ -76,8 +88,9 @@ def run_ranks(
 
     Returns what they returned, in the order of the ranks. `job` and the results must be JSON. What rank 0 reports comes
     out of `report`, again every tick. `prefixes` go before the ranks' command lines, such as `ip netns exec host0`.
-    No process is left behind, whatever happens.
+    No process is left behind, whatever happens. SpecError for more ranks than make sense here.
     """
+    check_nproc(nproc)
     with tempfile.TemporaryDirectory(prefix="gradwire-") as folder, ended_by_signals():
         ranks = _Ranks(Path(folder), {**os.environ, **_environment(nproc), **(env or {})})
         try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from gradwire.launch.launch import check_nproc
 from gradwire.launch.script import Script
 
 TORCHRUN = {
@@ -50,7 +49,7 @@ def script_of(args: argparse.Namespace) -> Script:
 
 
 def ranks_of(args: argparse.Namespace) -> dict[str, Any]:
-    """How to start its ranks, as `launch` takes it. SpecError if that makes no sense."""
+    """How to start its ranks, as `launch` takes it."""
     given = ((option, getattr(args, option[2:].replace("-", "_"))) for option in TORCHRUN)
     torchrun = [f"{option}={value}" for option, value in given if value is not None]
-    return {"nproc": None if args.nproc is None else check_nproc(args.nproc), "torchrun": torchrun}
+    return {"nproc": args.nproc, "torchrun": torchrun}

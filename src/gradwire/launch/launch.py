@@ -10,16 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch._C._distributed_c10d import TCPStore
 
-from gradwire.bench.ranks import cores, threads_each
-from gradwire.errors import SpecError
+from gradwire.bench.ranks import check_nproc, threads_each
 from gradwire.launch.plan import PARENT, Plan
 from gradwire.launch.script import Script, ScriptFailed
 from gradwire.launch.supervise import Command, supervise
 
 LOCALHOST = "127.0.0.1"
-RANKS_PER_CORE = 4
-MIN_LIMIT = 8
-"""So many ranks may share even the smallest machine."""
 
 
 def launch(
@@ -33,8 +29,11 @@ def launch(
     """Run a script to its end, or until `enough()`. ScriptFailed if it fails; see `supervise`.
 
     With `nproc` so many ranks start, in the environment that torchrun would give them. With `torchrun`, options of it,
-    torchrun starts them. With neither the script runs once, for those that start ranks by themselves.
+    torchrun starts them. With neither the script runs once, for those that start ranks by themselves. SpecError for
+    more ranks than make sense on this machine.
     """
+    if nproc is not None:
+        check_nproc(nproc)
     env = {**os.environ, **plan.environment()}
     if torchrun:
         count = [] if nproc is None else [f"--nproc-per-node={nproc}"]
@@ -50,14 +49,6 @@ def launch(
     with _rendezvous(nproc) as shared:
         env = {"OMP_NUM_THREADS": str(threads_each(nproc)), **env, **shared}
         supervise([Command(f"rank {rank}", words, {**env, **_numbers(rank)}) for rank in range(nproc)], plan, enough)
-
-
-def check_nproc(nproc: int) -> int:
-    """SpecError for a number of ranks that makes no sense on this machine."""
-    limit = max(MIN_LIMIT, RANKS_PER_CORE * cores())
-    if not 1 <= nproc <= limit:
-        raise SpecError(f"nproc must be between 1 and {limit} on a machine with {cores()} cores, got {nproc}")
-    return nproc
 
 
 @contextlib.contextmanager
