@@ -1,5 +1,6 @@
 """Importing does nothing, the public names are there, and the test kit itself works."""
 
+import importlib
 import subprocess
 import sys
 
@@ -20,11 +21,59 @@ class Watched(dict):
     def get(self, key, default=None): reads.append(key); return super().get(key, default)
 os.environ = Watched(os.environ)
 import gradwire, gradwire.ddp_comm_hooks, gradwire.testing
+loaded = [getattr(gradwire, name) for name in gradwire.__all__]
 after = (threading.active_count(), list(warnings.filters), torch.get_num_threads(), list(logging.getLogger().handlers))
 assert before == after, (before, after)
 assert not reads, reads
 assert "numba" not in sys.modules
 """
+
+
+LIGHT = """
+import sys
+import gradwire, gradwire.cli
+assert "torch" not in sys.modules
+assert {*gradwire.__all__, *gradwire.SUBMODULES} <= set(dir(gradwire))
+assert not hasattr(gradwire, "regsiter")
+assert "torch" not in sys.modules
+from gradwire import SpecError, register
+assert gradwire.register is register is vars(gradwire)["register"]
+assert gradwire.optim.LocalSGD
+assert gradwire.codecs.CODECS
+"""
+
+ANY_ORDER = """
+import importlib, sys
+import torch, torch.distributed, torch.nn.parallel
+for name in sys.argv[1:]:
+    for held in [held for held in sys.modules if held.partition(".")[0] == "gradwire"]:
+        del sys.modules[held]
+    importlib.import_module(f"gradwire.{name}")
+"""
+
+
+def python(text, *words):
+    command = [sys.executable, "-W", "error", "-c", text, *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def test_import_is_light_and_names_come_when_they_are_asked_for():
+    assert python(LIGHT) == ""
+
+
+def test_every_module_can_be_the_first():
+    """No module leans on what `import gradwire` used to load before it."""
+    others = ("bench.ranks", "bench.grid", "launch.models", "launch.launch", "run", "policies.auto", "runner", "comm")
+    python(ANY_ORDER, *dict.fromkeys([*gradwire.HOMES.values(), *gradwire.SUBMODULES, *others]))
+
+
+def test_help_has_the_public_names():
+    text = python("import gradwire; help(gradwire)")
+    assert "fewer bytes on the wire" in text
+    assert "register(" in text
+    assert "class Hook" in text
 
 
 def test_import_does_nothing():
@@ -34,8 +83,11 @@ def test_import_does_nothing():
 
 
 def test_public_names():
-    for name in gradwire.__all__:
-        assert getattr(gradwire, name) is not None
+    assert {*gradwire.HOMES, "__version__"} == set(gradwire.__all__)
+    for name, home in gradwire.HOMES.items():
+        assert getattr(gradwire, name) is getattr(importlib.import_module(f"gradwire.{home}"), name)
+    with pytest.raises(AttributeError, match="module 'gradwire' has no attribute 'regsiter'"):
+        gradwire.regsiter  # noqa: B018
     for error in (SpecError, RegisterError, VerifyError, StateError):
         assert issubclass(error, GradwireError)
     assert issubclass(SpecError, ValueError)

@@ -3,14 +3,6 @@
 import importlib
 from typing import TYPE_CHECKING
 
-from gradwire.bucket import Bucket, make_bucket
-from gradwire.codecs import Codec, codec
-from gradwire.ddp import register
-from gradwire.errors import ExchangeError, GradwireError, RegisterError, SpecError, StateError, VerifyError
-from gradwire.exchanges import Exchange, exchange
-from gradwire.hook import Hook
-from gradwire.stats import Stats
-from gradwire.verify import Verification
 from gradwire.version import __version__
 
 __all__ = [
@@ -33,23 +25,69 @@ __all__ = [
     "register",
 ]
 
-SUBMODULES = ("advisor", "ddp_comm_hooks", "optim", "report", "testing")
-"""Loaded when they are first asked for, as in `gradwire.optim.step_in_backward`, so that `import gradwire` is cheap."""
+HOMES = {
+    "Bucket": "bucket",
+    "Codec": "codecs",
+    "Exchange": "exchanges",
+    "ExchangeError": "errors",
+    "GradwireError": "errors",
+    "Hook": "hook",
+    "RegisterError": "errors",
+    "SpecError": "errors",
+    "StateError": "errors",
+    "Stats": "stats",
+    "Verification": "verify",
+    "VerifyError": "errors",
+    "codec": "codecs",
+    "exchange": "exchanges",
+    "make_bucket": "bucket",
+    "register": "ddp",
+}
+"""By public name, the module that has it: imported when the name is first asked for, as torch takes seconds to load."""
+SUBMODULES = (
+    "advisor",
+    "codecs",
+    "ddp_comm_hooks",
+    "errors",
+    "exchanges",
+    "kernels",
+    "optim",
+    "policies",
+    "report",
+    "testing",
+)
+"""Imported in the same way, as in `gradwire.optim.step_in_backward`."""
 
 if TYPE_CHECKING:
     from gradwire import advisor as advisor
+    from gradwire import codecs as codecs
     from gradwire import ddp_comm_hooks as ddp_comm_hooks
+    from gradwire import errors as errors
+    from gradwire import exchanges as exchanges
+    from gradwire import kernels as kernels
     from gradwire import optim as optim
+    from gradwire import policies as policies
     from gradwire import report as report
     from gradwire import testing as testing
+    from gradwire.bucket import Bucket, make_bucket
+    from gradwire.codecs import Codec, codec
+    from gradwire.ddp import register
+    from gradwire.errors import ExchangeError, GradwireError, RegisterError, SpecError, StateError, VerifyError
+    from gradwire.exchanges import Exchange, exchange
+    from gradwire.hook import Hook
+    from gradwire.stats import Stats
+    from gradwire.verify import Verification
 else:
 
     def __getattr__(name):
-        """A submodule, imported now."""
+        """A public name or a submodule, imported now; the next time it is simply there."""
+        if name in HOMES:
+            globals()[name] = getattr(importlib.import_module(f"gradwire.{HOMES[name]}"), name)
+            return globals()[name]
         if name in SUBMODULES:
             return importlib.import_module(f"gradwire.{name}")
         raise AttributeError(f"module 'gradwire' has no attribute {name!r}")
 
     def __dir__():
-        """All names, of submodules that are not loaded yet too."""
-        return sorted({*globals(), *SUBMODULES})
+        """All names, those that are not loaded yet too."""
+        return sorted({*globals(), *HOMES, *SUBMODULES})

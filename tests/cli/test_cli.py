@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import gradwire
-from gradwire.cli import main
+from gradwire.cli import VERBS, main
 
 GRADWIRE = (sys.executable, "-m", "gradwire")
 
@@ -35,7 +35,10 @@ def test_help_has_examples(capsys, argv, example):
     [
         ([], "required: <verb>"),
         (["dmeo"], "invalid choice: 'dmeo'"),
-        (["demo", "--nproc", "0"], "nproc must be between 1 and 64, got 0"),
+        (["demo", "--nproc", "0"], "nproc must be at least 1, got 0"),
+        (["demo", "--nproc", "100000"], "the number of ranks must be between 1 and "),
+        (["probe", "--nproc", "100000"], "the number of ranks must be between 1 and "),
+        (["probe", "--nproc", "1"], "nproc must be at least 2, as one rank has nothing to exchange; got 1"),
         (["demo", "--nproc", "two"], "invalid int value: 'two'"),
         (["demo", "--steps", "0"], "steps must be at least 1, got 0"),
         (["demo", "--steps", "-3"], "steps must be at least 1, got -3"),
@@ -57,7 +60,10 @@ def test_help_has_examples(capsys, argv, example):
         (["simulate", "--report", "/no/such/x.html"], "cannot write /no/such/x.html: there is no folder"),
         (["simulate", "--compute", "5"], "--compute must be a number with us, ms, s, got '5'; write for instance 50us"),
         (["advise", "--hooks", "int8", __file__], f"put -- before the script: --hooks int8 -- {__file__}"),
-        (["demo", "--frobnicate"], "unrecognized arguments: --frobnicate"),
+        (["demo", "--frobnicate"], "unrecognized arguments: --frobnicate (see gradwire demo --help)"),
+        (["run", "--hook", "bf16", "--no-such", __file__], "arguments: --no-such (see gradwire run --help)"),
+        (["report", "no-such.jsonl"], "there is no file no-such.jsonl; `gradwire bench --out no-such.jsonl` makes it"),
+        (["report", "/"], "cannot read /: it is a folder; name a file of records in it"),
     ],
 )
 def test_bad_input_is_one_line_and_code_2(capsys, argv, message):
@@ -66,6 +72,46 @@ def test_bad_input_is_one_line_and_code_2(capsys, argv, message):
     assert message in printed.err
     assert printed.err.count("\n") == 1
     assert printed.out == ""
+
+
+@pytest.mark.parametrize(
+    "words", [("bench", "--ranks", "2", "64"), ("probe", "--nproc", "64"), ("demo", "--nproc", "64")]
+)
+def test_no_verb_starts_many_ranks_on_a_few_cores(monkeypatch, tmp_path, capsys, words):
+    monkeypatch.setattr("gradwire.bench.ranks.cores", lambda: 2)
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    assert "ranks must be between 1 and 8 on a machine with 2 cores, got 64\n" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+WITHOUT_TORCH = """
+import sys
+from gradwire.cli import main
+codes = [main(words) for words in (["--version"], ["--help"], [], ["dmeo"])]
+assert codes == [0, 0, 2, 2], codes
+assert "torch" not in sys.modules
+"""
+
+
+def test_what_needs_no_torch_does_not_load_it():
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    words = " ".join(done.stdout.split())
+    assert all(f" {verb} {line} " in words for verb, line in VERBS.items())
+
+
+def test_ctrl_c_while_torch_loads_ends_without_a_traceback():
+    for library in ("libtorch", "_multiarray_umath"):  # numpy makes an ImportError of a KeyboardInterrupt
+        demo = subprocess.Popen((*GRADWIRE, "demo"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        try:
+            while library not in Path(f"/proc/{demo.pid}/maps").read_text():
+                assert demo.poll() is None
+            demo.send_signal(signal.SIGINT)
+            out, err = demo.communicate(timeout=60)
+        finally:
+            demo.kill()
+        assert (demo.returncode, out, err) == (130, "", "gradwire: interrupted\n")
 
 
 def test_a_short_demo(tmp_path):

@@ -1,19 +1,37 @@
-"""The command line: `gradwire <verb>`, one file a verb."""
+"""The command line: `gradwire <verb>`, one file a verb.
+
+Importing this is light, and a verb is imported within `main`: torch takes seconds to load, and Ctrl-C in that time
+should end like any other. `--help` and `--version` do without torch.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
+import importlib
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Collection, Iterator, Sequence
 from typing import NoReturn
 
-from gradwire.cli import advise, bench, completion, demo, headroom, probe, report, run, simulate
 from gradwire.errors import GradwireError, SpecError
 from gradwire.version import __version__
 
-VERBS = (demo, run, headroom, advise, probe, simulate, bench, report, completion)
+VERBS = {
+    "demo": "does compression pay for a small GPT on a slow link? headroom, advice and a page",
+    "run": "run an unmodified DDP script under a hook",
+    "headroom": "measure what the network costs, which is the most that any hook can gain",
+    "advise": "which hook is best for this model on this network, if any",
+    "probe": "measure latency and bandwidth between the ranks, and the speed of the codecs",
+    "simulate": "predict the step time of every hook on more ranks than there are here",
+    "bench": "measure hooks x links x ranks into a file of records",
+    "report": "turn a file of records into a page, or into markdown",
+    "completion": "print a completion script for a shell",
+}
+"""Each in a line; the module of the same name has the rest."""
 EXAMPLES = """\
 examples:
   gradwire demo                        does compression pay for a small GPT on 1 Gbit/s? in a minute or two
@@ -33,7 +51,7 @@ examples:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line. 0: done, 1: it failed, 2: it was not understood, 130: interrupted; a script's own is kept."""
     try:
-        args = parser().parse_args(argv)
+        args = _parsed(sys.argv[1:] if argv is None else argv)
         args.run(args)
     except SystemExit as stop:  # argparse ends this way, after --help with 0
         return int(stop.code or 0)
@@ -50,8 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def parser() -> argparse.ArgumentParser:
-    """Every verb with its options."""
+def parser(loaded: Collection[str] = VERBS) -> argparse.ArgumentParser:
+    """Every verb; those in `loaded` with their options, for which their modules are imported."""
     top = Parser(
         prog="gradwire",
         description="Average gradients across ranks with fewer bytes on the wire.",
@@ -60,9 +78,38 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"gradwire {__version__}")
     verbs = top.add_subparsers(title="verbs", metavar="<verb>", required=True)
-    for verb in VERBS:
-        verb.add(verbs)
+    for verb, line in VERBS.items():
+        if verb in loaded:
+            importlib.import_module(f"gradwire.cli.{verb}").add(verbs, line)
+        else:
+            verbs.add_parser(verb, help=line)
+        verbs.choices[verb].set_defaults(parser=verbs.choices[verb])
     return top
+
+
+def _parsed(words: Sequence[str]) -> argparse.Namespace:
+    """What a command line asks for. Of all verbs only its own is imported."""
+    verb = [word for word in words if word in VERBS][:1]
+    with _ended_by_ctrl_c():
+        top = parser(verb)
+    args, unknown = top.parse_known_args(words)
+    if unknown:  # the verb's own parser knows whose --help to point to
+        args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    return args
+
+
+@contextlib.contextmanager
+def _ended_by_ctrl_c() -> Iterator[None]:
+    """While modules load: numpy and torch would turn KeyboardInterrupt into errors of their own, or swallow it."""
+    ours = threading.current_thread() is threading.main_thread()
+    if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, lambda number, frame: os._exit(_fail("interrupted", 130)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class Parser(argparse.ArgumentParser):

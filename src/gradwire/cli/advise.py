@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -32,17 +33,17 @@ examples:
 """
 
 
-def add(verbs: Any) -> None:
-    """The verb and its options."""
+def add(verbs: Any, line: str) -> None:
+    """The verb, in a line, and its options."""
     parser = verbs.add_parser(
         "advise",
-        help="which hook is best for this model on this network, if any",
+        help=line,
         description="Measure the headroom, predict the step time of every hook, measure the most promising ones, check "
         "their\nerror on the model's own gradients, and recommend one, or none.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--max-error", type=float, default=0.02, help="of the mean, relative (default: %(default)s)")
+    parser.add_argument("--max-error", type=limit_of, default=0.02, help="of the mean, relative (default: %(default)s)")
     parser.add_argument("--hooks", nargs="+", default=[], metavar="SPEC", help="look at these only (default: all)")
     parser.add_argument(
         "--steps", type=int, default=STEPS, help="steps to time for the headroom (default: %(default)s)"
@@ -75,6 +76,17 @@ def run(args: argparse.Namespace) -> None:
         if args.report is not None:
             save(args.report, to_page(found))
         print(to_json(found, args.report) if args.json else to_text(found, args.report), flush=True)
+
+
+def limit_of(text: str) -> float:
+    """A number above 0, and finite: it is a limit that a hook can miss."""
+    try:
+        limit = float(text)
+    except ValueError:
+        limit = math.nan
+    if not 0 < limit < math.inf:
+        raise argparse.ArgumentTypeError(f"must be above 0 and finite, got {text!r}")
+    return limit
 
 
 def check_hooks(hooks: Sequence[str]) -> None:

@@ -22,13 +22,14 @@ examples:
 """
 
 
-def add(verbs: Any) -> None:
-    """The verb and its options."""
+def add(verbs: Any, line: str) -> None:
+    """The verb, in a line, and its options."""
     parser = verbs.add_parser(
         "bench",
-        help="measure hooks x links x ranks into a file of records",
+        help=line,
         description="Train the same small GPT under every hook, on every link and number of ranks, and add a record\n"
-        "for each to a file. After Ctrl-C, --resume goes on where it stopped.",
+        "for each to a file. Hooks on the same link and number of ranks train in turns, and their records come\n"
+        "together at the end. After Ctrl-C, --resume goes on with what is missing.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

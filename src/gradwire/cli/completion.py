@@ -20,11 +20,11 @@ examples:
 """
 
 
-def add(verbs: Any) -> None:
-    """The verb and its options."""
+def add(verbs: Any, line: str) -> None:
+    """The verb, in a line, and its options."""
     parser = verbs.add_parser(
         "completion",
-        help="print a completion script for a shell",
+        help=line,
         description="Print a script that completes verbs, options and names of hooks.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -33,11 +33,11 @@ examples:
 """
 
 
-def add(verbs: Any) -> None:
-    """The verb and its options."""
+def add(verbs: Any, line: str) -> None:
+    """The verb, in a line, and its options."""
     parser = verbs.add_parser(
         "demo",
-        help="does compression pay for a small GPT on a slow link? headroom, advice and a page",
+        help=line,
         description="On local processes and an emulated link: measure what the network costs a small GPT, find the\n"
         "best hook for it, train under that and a few others, and write a page with all of it.",
         epilog=EXAMPLES,

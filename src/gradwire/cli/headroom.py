@@ -25,11 +25,11 @@ examples:
 WIDTH = 100
 
 
-def add(verbs: Any) -> None:
-    """The verb and its options."""
+def add(verbs: Any, line: str) -> None:
+    """The verb, in a line, and its options."""
     parser = verbs.add_parser(
         "headroom",
-        help="measure what the network costs, which is the most that any hook can gain",
+        help=line,
         description="Train by turns with and without communication, and say whether a hook could make the run faster.\n"
         "The training is not changed: gradients of steps without are averaged later, off the clock.",
         epilog=EXAMPLES,

@@ -18,11 +18,11 @@ examples:
 """
 
 
-def add(verbs: Any) -> None:
-    """The verb and its options."""
+def add(verbs: Any, line: str) -> None:
+    """The verb, in a line, and its options."""
     parser = verbs.add_parser(
         "probe",
-        help="measure latency and bandwidth between the ranks, and the speed of the codecs",
+        help=line,
         description="Time each collective over sizes, fit latency and bandwidth, and time every codec. Starts local\n"
         "processes, or measures between those that torchrun has started.",
         epilog=EXAMPLES,

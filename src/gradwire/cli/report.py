@@ -17,11 +17,11 @@ examples:
 """
 
 
-def add(verbs: Any) -> None:
-    """The verb and its options."""
+def add(verbs: Any, line: str) -> None:
+    """The verb, in a line, and its options."""
     parser = verbs.add_parser(
         "report",
-        help="turn a file of records into a page, or into markdown",
+        help=line,
         description="Turn the records of `gradwire bench` into one HTML page that needs nothing else, or into\n"
         "markdown for a pull request; and say which hook to take, or none.",
         epilog=EXAMPLES,

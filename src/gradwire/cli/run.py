@@ -20,11 +20,11 @@ examples:
 """
 
 
-def add(verbs: Any) -> None:
-    """The verb and its options."""
+def add(verbs: Any, line: str) -> None:
+    """The verb, in a line, and its options."""
     parser = verbs.add_parser(
         "run",
-        help="run an unmodified DDP script under a hook",
+        help=line,
         description="Run an unmodified DDP script under a hook: it is registered when the script builds its\n"
         "DistributedDataParallel. A script that never does, or that registers its own hook, is an error.",
         epilog=EXAMPLES,

@@ -34,11 +34,11 @@ LINKS = ("100mbit", "300mbit", "1gbit", "3gbit", "10gbit", "25gbit", "100gbit")
 LIMITS = (0.02, 0.2, math.inf)
 
 
-def add(verbs: Any) -> None:
-    """The verb and its options."""
+def add(verbs: Any, line: str) -> None:
+    """The verb, in a line, and its options."""
     parser = verbs.add_parser(
         "simulate",
-        help="predict the step time of every hook on more ranks than there are here",
+        help=line,
         description="Predict step times by the cost model: hooks are rehearsed on one core of this machine as they\n"
         "would run among so many ranks, and played against the link and the compute. With several links: which hook\n"
         "to use on each.",
