@@ -85,7 +85,8 @@ def attach(
     try:
         if hook.size > 1:
             hook.agree("bucket_mb", "default" if bucket_mb is None else str(float(bucket_mb)))
-        rebucket(model, [param for _, param in params()], bucket_mb)
+        if bucket_mb is not None or not getattr(exchange, "large_buckets", False):
+            rebucket(model, [param for _, param in params()], bucket_mb)
         model.register_comm_hook(_Carried(hook, model, group), gradwire_hook)
     except BaseException as error:
         hook.close()

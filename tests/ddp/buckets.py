@@ -136,9 +136,10 @@ def smaller_ones_by_default(ranks: Ranks) -> None:
     trial = steps(ranks, Trial(ranks, model.module, model=model), 2, width=WIDE)
     assert model.bucket_bytes_cap == (25 << 20 if ranks.size == 1 else SMALLEST_BYTES)
     assert len(trial.hook.layouts) == (2 if ranks.size == 1 else 3)
-    told = ranks.wrap(seeded(models.Deep, 3, WIDE), bucket_cap_mb=25)
-    ranks.register(told)
-    assert told.bucket_bytes_cap == 25 << 20
+    for spec, ddp in (("exact", {"bucket_cap_mb": 25}), ("powersgd:rank=1", {})):
+        told = ranks.wrap(seeded(models.Deep, 3, WIDE), **ddp)
+        ranks.register(told, spec)
+        assert told.bucket_bytes_cap == 25 << 20
 
 
 @check(specs=ONE)
