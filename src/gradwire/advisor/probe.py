@@ -54,7 +54,7 @@ ROWS = (Row(1 << 10, 16, True), Row(1 << 13, 16, True), Row(1 << 18, 4), Row(3 <
 SHORT_ROWS = (Row(1 << 10, 16, True), Row(1 << 13, 16, True), Row(1 << 16, 8), Row(1 << 18, 4))
 LONG_ROWS = (Row(3 << 17, 4, True), Row(3 << 18, 4, True), Row(1 << 20, 4), Row(1 << 22, 2))
 GATHER_ROWS = (*ROWS[:3], Row(3 << 17, 5), Row(3 << 17, 11))
-LARGE_ROWS = (Row(1 << 19, 4, True), Row(1 << 20, 4), Row(3 << 19, 4))
+LARGE_ROWS = (Row(1 << 19, 4, True), Row(1 << 20, 4), Row(1 << 21, 3))
 BETWEEN_TWO = {"all_reduce": LONG_ROWS, SHORT_SUM: SHORT_ROWS, "all_gather": GATHER_ROWS, LONG_GATHER: LARGE_ROWS}
 """Between two ranks some go two ways (`gloo.way`): a line through both would be right for neither."""
 

@@ -88,13 +88,11 @@ class Coded:
         return BLOCK if self.allocate else align_of(self.codec)
 
     def chunk_bytes(self, size: int) -> int:
-        """1 MB a rank, up to 4: smaller ones cost more wake-ups than they hide, larger ones leave the wire idle.
+        """4 MB: smaller ones cost more wake-ups than they hide, larger ones leave the wire idle.
 
         On many ranks no less than 256 kB a rank: each has a part of its own, with work and a message of its own.
         """
-        if self.accumulate == "wire":
-            return 4 << 20
-        return max(min(size, 4) << 20, size << 18)
+        return 4 << 20 if self.accumulate == "wire" else max(4 << 20, size << 18)
 
     def bound(self, size: int) -> float:
         """One encoding for one-shot, two for two-shot; for `accumulate=wire` one more for each addition."""
