@@ -36,6 +36,12 @@ class Comm(Protocol):
     def all_gather(self, tensor: Tensor) -> Tensor:
         """(n,) on each rank -> (size, n), in the order of the ranks."""
 
+    def rows(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """(size, numel) of work space: put one's own row there, and `all_gather_` has no need to copy it."""
+
+    def all_gather_(self, rows: Tensor) -> Tensor:
+        """Like `all_gather` of the row that is one's own; `rows`, filled."""
+
     def all_to_all(self, tensor: Tensor) -> Tensor:
         """(size, n) -> (size, n): row r goes to rank r, and row r comes from rank r."""
 
@@ -98,10 +104,20 @@ class GroupComm:
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Everything to everybody: size - 1 times."""
-        out = empty((self.size, tensor.numel()), tensor.dtype, tensor.device)
-        sent_bytes = _bytes(tensor) * (self.size - 1)
-        self._collect("all_gather", lambda group: group._allgather_base(out.view(-1), tensor), sent_bytes)
-        return out
+        return self._all_gather(self.rows(tensor.numel(), tensor.dtype, tensor.device), tensor)
+
+    def rows(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Work space of the job."""
+        return empty((self.size, numel), dtype, device)
+
+    def all_gather_(self, rows: Tensor) -> Tensor:
+        """The same, in place."""
+        return self._all_gather(rows, rows[self.rank])
+
+    def _all_gather(self, rows: Tensor, own: Tensor) -> Tensor:
+        sent_bytes = _bytes(own) * (self.size - 1)
+        self._collect("all_gather", lambda group: group._allgather_base(rows.view(-1), own), sent_bytes)
+        return rows
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
         """Every row but one's own: (size - 1) / size times."""
@@ -161,6 +177,14 @@ class TracedComm:
     def all_gather(self, tensor: Tensor) -> Tensor:
         """(n,) -> (size, n)."""
         return _traced_all_gather(tensor, 0, self.group).view(self.size, -1)
+
+    def rows(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """(size, numel)."""
+        return torch.empty((self.size, numel), dtype=dtype, device=device)
+
+    def all_gather_(self, rows: Tensor) -> Tensor:
+        """A new tensor: the compiler decides what is in place."""
+        return self.all_gather(rows[self.rank])
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
         """(size, n) -> (size, n)."""

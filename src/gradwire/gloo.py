@@ -66,7 +66,8 @@ class Gloo:
             return self._group._allgather_base(out, tensor)
         rows, mine = _as_bytes(out).view(self._size, -1), _as_bytes(tensor)
         if self._size == 2:
-            rows[self._rank].copy_(mine)
+            if rows[self._rank].data_ptr() != mine.data_ptr():
+                rows[self._rank].copy_(mine)
             swap = self._swap if mine.numel() <= LARGE_BYTES else self._swap_at_once
             return swap(rows[1 - self._rank], mine)
         return self._group.alltoall_base(rows, empty(rows.shape, rows.dtype, rows.device).copy_(mine), [], [])

@@ -196,10 +196,10 @@ class _DryComm(GroupComm):
             for part in self.levels:
                 part.traffic = self.traffic
 
-    def all_gather(self, tensor: Tensor) -> Tensor:
+    def rows(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Refuses what would not fit in memory."""
-        _check_fits(self.size * tensor.numel() * tensor.element_size(), self.size)
-        return super().all_gather(tensor)
+        _check_fits(self.size * numel * dtype.itemsize, self.size)
+        return super().rows(numel, dtype, device)
 
     def _collect(self, name: str, issue: Callable[[Any], Any], moved_bytes: float) -> None:
         self._log.add(name, 1 if self._inside else self.size, moved_bytes)
@@ -218,7 +218,10 @@ class _Echo:
         """The sum is not needed."""
 
     def _allgather_base(self, out: Tensor, tensor: Tensor) -> None:
-        out.view(self._size, -1).copy_(tensor.view(1, -1).expand(self._size, -1))
+        rows, own = out.view(self._size, -1), tensor.view(1, -1)
+        if rows.data_ptr() != own.data_ptr():
+            rows[:1].copy_(own)
+        rows[1:].copy_(own.expand(self._size - 1, -1))
 
     def alltoall_base(self, out: Tensor, tensor: Tensor, *_: Any) -> None:
         """Not row 0: exchanges need not fill what they would send to themselves."""

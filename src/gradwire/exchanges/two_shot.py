@@ -20,7 +20,6 @@ from gradwire.exchanges.plan import (
     reduce_part,
     reduce_part_keeping_loss,
 )
-from gradwire.scratch import empty
 
 
 def two_shot_(flat: Tensor, split: Plan, codec: Codec, comm: Comm, residual: Tensor | None = None) -> None:
@@ -39,11 +38,12 @@ def two_shot_(flat: Tensor, split: Plan, codec: Codec, comm: Comm, residual: Ten
             if rank != comm.rank:
                 keep_loss_(codec, flat, part, wire, residual)
 
-    arrived, mean = comm.all_to_all(wires), empty((split.wire_bytes,), wires.dtype, flat.device)
+    arrived, means = comm.all_to_all(wires), comm.rows(split.wire_bytes, wires.dtype, flat.device)
+    mean = means[comm.rank]
     if residual is None:
         reduce_part(codec, flat, own, arrived, comm.rank, 1.0 / comm.size, mean)
     else:
         reduce_part_keeping_loss(codec, flat, own, arrived, comm.rank, comm.size, mean, residual)
 
-    for part, wire in zip(split.parts, comm.all_gather(mean), strict=True):
+    for part, wire in zip(split.parts, comm.all_gather_(means), strict=True):
         decode_part_(codec, flat, part, wire)
