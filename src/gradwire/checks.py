@@ -49,14 +49,19 @@ def check_model(model: object, wanted: str) -> None:
         )
 
 
-def check_parameters(model: DistributedDataParallel, params: Sequence[tuple[str, Tensor]]) -> None:
-    """Raise RegisterError unless there is something to average, of a type and on a device that can be."""
+def check_types(params: Sequence[tuple[str, Tensor]], what: str) -> None:
+    """Raise RegisterError unless there are parameters, all of a type in which `what` can be averaged."""
     if not params:
         raise RegisterError("no parameter of the model requires a gradient: there is nothing to average")
     for name, param in params:
         if param.dtype not in GRADIENT_DTYPES:
             allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in GRADIENT_DTYPES)
-            raise RegisterError(f"parameter {name!r} is {param.dtype}; gradients can be averaged in {allowed}")
+            raise RegisterError(f"parameter {name!r} is {param.dtype}; {what} can be averaged in {allowed}")
+
+
+def check_parameters(model: DistributedDataParallel, params: Sequence[tuple[str, Tensor]]) -> None:
+    """Raise RegisterError unless there is something to average, of a type and on a device that can be."""
+    check_types(params, "gradients")
     device = params[0][1].device
     try:
         model.process_group._get_backend(device)

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from gradwire.bucket import GRADIENT_DTYPES, Bucket, segments_of
+from gradwire.bucket import Bucket, segments_of
+from gradwire.checks import check_types
 from gradwire.errors import ExchangeError, RegisterError
 
 Named = Sequence[tuple[str, Tensor]]
@@ -102,12 +103,8 @@ def by_type(named: Named) -> list[Fragment]:
 
 def check_parameters(named: Named) -> torch.device:
     """Refuse parameters that cannot be averaged. Returns the device that they are on."""
-    if not named:
-        raise RegisterError("no parameter of the model requires a gradient: there is nothing to average")
+    check_types(named, "parameters")
     for name, param in named:
-        if param.dtype not in GRADIENT_DTYPES:
-            allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in GRADIENT_DTYPES)
-            raise RegisterError(f"parameter {name!r} is {param.dtype}; parameters can be averaged in {allowed}")
         if param.device != named[0][1].device:
             told = f"{named[0][0]!r} is on {named[0][1].device}, {name!r} on {param.device}"
             raise RegisterError(f"the parameters must be on one device; {told}")
