@@ -41,8 +41,8 @@ from gradwire.policies.auto import Auto
 
 PROBE_ROUNDS = 2
 """Rounds between probes of the link."""
-SETTLE_STEPS = 200
-"""`auto` decides long before."""
+SETTLE_STEPS = 500
+"""`auto` decides before."""
 
 
 def main() -> None:
@@ -69,8 +69,8 @@ def parse_args() -> argparse.Namespace:
         "--bucket-mb", type=float, help="DDP's bucket_cap_mb; by default what each hook makes of its default"
     )
     parser.add_argument("--hooks", nargs="+", default=list(EXCHANGES))
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=0.5, help="time a hook gets in a round")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--seconds", type=float, default=0.4, help="time a hook gets in a round")
     parser.add_argument("--out", help="JSON lines")
     return parser.parse_args()
 

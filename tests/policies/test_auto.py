@@ -5,7 +5,8 @@ import torch
 
 from gradwire.bucket import Bucket, make_bucket, segments_of
 from gradwire.errors import SpecError
-from gradwire.policies.auto import MOVED, TURN_STEPS, TURNS, WARM_STEPS, WATCH, Auto, Pilot, auto
+from gradwire.policies.auto import MOVED, TURN_STEPS, WARM_STEPS, WATCH, Auto, Pilot, auto
+from gradwire.policies.trial import LEAST_ROUNDS
 from gradwire.testing import thread_ranks
 from gradwire.testing.contracts import gaussian
 
@@ -49,7 +50,7 @@ def drive(size, settings, cost_s, steps):
 
 
 def trial_steps(candidates):
-    return WARM_STEPS + 2 + TURNS * TURN_STEPS * candidates
+    return WARM_STEPS + 2 + LEAST_ROUNDS * TURN_STEPS * candidates
 
 
 def costs(**seconds):
@@ -80,7 +81,7 @@ def test_who_is_far_behind_gets_one_turn():
     after = specs[WARM_STEPS + 1 : specs.index("bf16")]
     assert after == ["exact"] * TURN_STEPS
     assert "exact" not in specs[specs.index("bf16") :]
-    assert specs.count("int8") == TURNS * TURN_STEPS
+    assert specs.count("int8") == LEAST_ROUNDS * TURN_STEPS
     assert "exact 303" in reason
 
 

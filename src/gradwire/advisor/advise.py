@@ -24,7 +24,8 @@ from gradwire.ddp import attach
 from gradwire.exchanges import EXCHANGES, Exact, exchange
 from gradwire.launch import Plan, Script, ScriptFailed, follow
 from gradwire.launch.plan import new_plan
-from gradwire.policies.auto import NEAR, TURN_STEPS, TURNS, WARM_STEPS, Auto
+from gradwire.policies.auto import TURN_STEPS, WARM_STEPS, Auto
+from gradwire.policies.trial import LEAST_ROUNDS, NEAR
 from gradwire.rebucket import MIB
 
 PAYS = 1.10
@@ -182,7 +183,7 @@ def _survey(
     report: Callable[[float, str], None],
 ) -> dict[str, Any] | None:
     """The second run."""
-    turns = TURNS * TURN_STEPS * (MEASURED + len(ALWAYS))
+    turns = LEAST_ROUNDS * TURN_STEPS * (MEASURED + len(ALWAYS))
     if script is None:
         ranks = {**ranks, "nproc": ranks["nproc"] or 2}
         script = Script("gradwire.advisor.builtin", (str(WARM_STEPS + turns + 8),), module=True)

@@ -8,7 +8,6 @@ the step time of the most promising ones as it is.
 from __future__ import annotations
 
 import itertools
-import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -23,6 +22,7 @@ from gradwire.advisor.rehearse import Layout, rehearse
 from gradwire.exchanges import exchange
 from gradwire.hook import Hook
 from gradwire.policies.auto import Auto, Pilot
+from gradwire.policies.trial import Trial
 from gradwire.stats import Stats
 
 MEASURED = 4
@@ -34,9 +34,6 @@ UNKNOWN: Mapping[str, Any] = {"forward_s": 0.0, "backward_s": 0.0, "came_s": {},
 
 class Survey(Pilot):
     """Tells `publish` what it found, once, when all is measured."""
-
-    far = math.inf
-    """Nobody drops out: a report wants all steps of all hooks."""
 
     def __init__(
         self,
@@ -53,6 +50,7 @@ class Survey(Pilot):
         self._compute, self._link, self._publish, self._count = compute, link, publish, count
         self._predicted: dict[str, Prediction] = {}
         self._stats: dict[str, Stats] = {}
+        self._measured = Trial({})
         self._told = False
 
     def on_step(self) -> None:
@@ -66,6 +64,10 @@ class Survey(Pilot):
         fit = super()._candidates()
         promising = sorted(fit, key=lambda spec: self._predicted[spec].step_s)[:MEASURED]
         return [spec for spec in fit if spec in promising or spec in ALWAYS]
+
+    def _new_trial(self, errors: Mapping[str, float]) -> Trial:
+        """A report wants all steps of all hooks."""
+        return Trial(errors, everyone=True)
 
     def _predict_all(self) -> dict[str, Prediction]:
         """As rank 0 works it out, on all ranks: their machines may differ, their decisions must not."""
@@ -83,7 +85,7 @@ class Survey(Pilot):
         return {spec: replace(value, step_s=step_s) for (spec, value), step_s in zip(found.items(), first, strict=True)}
 
     def _switch(self, spec: str) -> None:
-        if self._times and spec != str(self._hook.exchange):
+        if self._trial is not None and spec != str(self._hook.exchange):
             self._end_turn()
         super()._switch(spec)
 
@@ -91,10 +93,11 @@ class Survey(Pilot):
         """Keep what the hook has counted. Not at every step: the meter closes a step when it is asked."""
         self._stats[str(self._hook.exchange)] = self._hook.stats()
 
-    def _decide(self) -> None:
+    def _decide(self, trial: Trial) -> None:
         """As for `auto`."""
         self._end_turn()
-        super()._decide()
+        self._measured = trial
+        super()._decide(trial)
 
     def _settle(self, spec: str, reason: str) -> None:
         super()._settle(spec, reason)
@@ -104,7 +107,7 @@ class Survey(Pilot):
             self._publish({"rows": self._rows(), "params": params})
 
     def _rows(self) -> list[dict[str, Any]]:
-        medians = self.medians
+        medians, steps_s = self._measured.medians, self._measured.step_s
         return [
             {
                 "hook": spec,
@@ -112,8 +115,8 @@ class Survey(Pilot):
                 "measured_s": medians.get(spec),
                 "error": self._errors[spec],
                 "sent_bytes": self._predicted[spec].sent_bytes,
-                "step_s": self.step_s.get(spec, []),
-                "split": _split(self._stats.get(spec), self.step_s.get(spec)),
+                "step_s": steps_s.get(spec, []),
+                "split": _split(self._stats.get(spec), steps_s.get(spec)),
             }
             for spec in self.settings.specs
         ]

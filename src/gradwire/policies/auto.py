@@ -2,8 +2,8 @@
 
 1. A few exact steps, until DDP has its final buckets; then the gradients of one step are set aside.
 2. Every candidate averages those, and drops out if its error is above `max_error`.
-3. The others take turns for a few real steps each. All ranks gather all times; the slowest rank counts. Who is far
-   behind after a turn is out; the rest go on, for `TURNS` turns in all.
+3. The others take turns for a few real steps each, until it is clear who is fastest (`trial.py`). All ranks gather all
+   times; the slowest rank counts.
 4. The most exact one within 3% of the fastest is taken. If that is `exact`, compression does not pay here.
 5. Every `WATCH` steps the ranks compare times; when a step has become a quarter slower or faster than it was, or after
    `recheck` steps, the trial starts again. What is in use stays unless another one is more than 5% faster.
@@ -14,12 +14,11 @@ All ranks decide from the same numbers, at the same step.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import logging
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -30,6 +29,7 @@ from gradwire.bucket import Bucket
 from gradwire.comm import Comm
 from gradwire.errors import SpecError, unknown
 from gradwire.exchanges import EXCHANGES, POLICIES, exchange
+from gradwire.policies.trial import Trial
 from gradwire.spec import build, changed, read, write
 
 if TYPE_CHECKING:
@@ -38,13 +38,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("gradwire")
 
 WARM_STEPS = 2
-TURN_STEPS = 3
+TURN_STEPS = 4
 """Steps of a turn; the first is not counted, as it makes connections and warms caches."""
-TURNS = 5
-"""For those that are not far behind: by then the median of a candidate's steps is good to a few percent."""
 WATCH = 50
-NEAR, WORTH, FAR, MOVED = 1.03, 1.05, 1.25, 1.25
-"""As fast as the fastest; worth a change; out after a turn; the link has changed."""
+WORTH, MOVED = 1.05, 1.25
+"""Worth a change; the link has changed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,15 +88,11 @@ def auto(spec: object, **options: object) -> Auto | None:
 class Pilot:
     """Steers one hook. `on_step` and `on_bucket` are called by the thread that runs backward, on all ranks alike."""
 
-    far = FAR
-
     def __init__(self, hook: Hook, settings: Auto, clock: Callable[[], float] = time.perf_counter) -> None:
         self.settings = settings
         self._clock = clock
         self.reason = "measuring"
         """Why the hook is what it is, in a sentence."""
-        self.step_s: dict[str, list[float]] = {}
-        """Of the last trial: seconds of each step that counts, by the slowest rank."""
         self._hook = hook
         self._warm_up()
         self._errors: dict[str, float] = {}
@@ -114,17 +108,11 @@ class Pilot:
     def _start_over(self) -> None:
         self._step = 0
         self._aside: list[tuple[Bucket, Tensor]] = []
-        self._left: list[str] = []
-        self._finalists: list[str] = []
+        self._trial: Trial | None = None
         self._plan: deque[str] = deque()
         self._times: dict[str, list[float]] = {}
         self._recent: list[float] = []
         self._began: float | None = None
-
-    @property
-    def medians(self) -> dict[str, float]:
-        """Of the last trial: seconds a step."""
-        return {spec: statistics.median(times) for spec, times in self.step_s.items()}
 
     # -- called by the hook ------------------------------------------------------------------------------------
 
@@ -133,8 +121,8 @@ class Pilot:
         self._note_time()
         if self._step == WARM_STEPS + 1:
             self._weigh()
-        if self._left:
-            self._take_turns()
+        if self._trial is not None:
+            self._take_turns(self._trial)
         elif self._step > WARM_STEPS + 1:
             self._watch()
         self._step += 1
@@ -150,7 +138,7 @@ class Pilot:
     def _note_time(self) -> None:
         if self._began is not None:
             self._recent.append(self._clock() - self._began)
-            if self._left:
+            if self._trial is not None:
                 self._times.setdefault(str(self._hook.exchange), []).append(self._recent[-1])
 
     def _weigh(self) -> None:
@@ -163,10 +151,14 @@ class Pilot:
         total = sum(float(mean.square().sum()) for mean in exact) ** 0.5
         self._errors = {spec: self._error(spec, exact, total) for spec in self.settings.specs}
         self._aside.clear()
-        self._left, self._times = self._candidates(), {}
-        if len(self._left) == 1:
-            self._left = []
+        taking_part = self._candidates()
+        if taking_part == ["exact"]:
             self._settle("exact", f"no other candidate is within max_error={self.settings.max_error:g}")
+        else:
+            self._trial = self._new_trial({spec: self._errors[spec] for spec in taking_part})
+
+    def _new_trial(self, errors: Mapping[str, float]) -> Trial:
+        return Trial(errors)
 
     def _candidates(self) -> list[str]:
         """Who takes part in the trial."""
@@ -182,35 +174,31 @@ class Pilot:
             lost += float((trial.double() - mean).square().sum())
         return lost**0.5 / total if total else 0.0
 
-    def _take_turns(self) -> None:
+    def _take_turns(self, trial: Trial) -> None:
         if not self._plan and self._times:
-            self._end_turns()
+            self._end_round(trial)
+            if trial.is_over:
+                self._decide(trial)
+                return
         if not self._plan:
-            self._plan.extend(spec for spec in self._left for _ in range(TURN_STEPS))
-        if self._plan:
-            self._switch(self._plan.popleft())
+            self._plan.extend(spec for spec in trial.left for _ in range(TURN_STEPS))
+        self._switch(self._plan.popleft())
 
-    def _end_turns(self) -> None:
-        """All have had a turn: go on with those that are not far behind, or decide; by the same times on all ranks."""
-        steps = {spec: _counted(times) for spec, times in self._times.items()}
-        slowest = iter(self._slowest([value for times in steps.values() for value in times]))
-        self.step_s = {spec: list(itertools.islice(slowest, len(times))) for spec, times in steps.items()}
-        fastest = {spec: min(self.step_s[spec]) for spec in self._left}  # what disturbs a step only makes it slower
-        self._left = [spec for spec in self._left if fastest[spec] <= self.far * min(fastest.values())]
-        if len(self._left) == 1 or max(map(len, steps.values())) == TURNS * (TURN_STEPS - 1):
-            self._finalists, self._left = self._left, []
-            self._decide()
+    def _end_round(self, trial: Trial) -> None:
+        """All have had a turn; its first step does not count. All ranks go on with the same times."""
+        slowest = self._slowest([value for times in self._times.values() for value in times[1:]])
+        starts = range(0, len(slowest), TURN_STEPS - 1)
+        trial.add({spec: slowest[at : at + starts.step] for spec, at in zip(self._times, starts, strict=True)})
+        self._times = {}
 
-    def _decide(self) -> None:
-        """The most exact of the fastest."""
-        medians = self.medians
-        best = min(medians[spec] for spec in self._finalists)
-        near = [spec for spec in self._finalists if medians[spec] <= NEAR * best]
-        pick = min(near, key=lambda spec: (self._errors[spec], medians[spec]))
-        if self._chosen in medians and medians[self._chosen] <= WORTH * medians[pick]:
+    def _decide(self, trial: Trial) -> None:
+        """What is in use stays, unless a change is worth it."""
+        times_s, pick = trial.times_s, trial.pick
+        if self._chosen in times_s and times_s[self._chosen] <= WORTH * times_s[pick]:
             pick = self._chosen
-        self._settle(pick, _told(pick, medians, self._errors, self.settings.max_error))
-        self._expected = medians[pick]
+        self._trial = None
+        self._settle(pick, _told(pick, times_s, self._errors, self.settings.max_error))
+        self._expected = trial.medians[pick]
 
     def _settle(self, spec: str, reason: str) -> None:
         self._switch(spec)
@@ -243,11 +231,6 @@ class Pilot:
         return self._hook.gather(mine).amax(0).tolist()
 
 
-def _counted(times: Sequence[float]) -> list[float]:
-    """Without the first step of each turn."""
-    return [value for position, value in enumerate(times) if position % TURN_STEPS]
-
-
 def _mean_all_(comm: Comm, values: Sequence[Tensor]) -> None:
     sizes = [value.numel() for value in values]
     total = comm.all_reduce_(torch.cat(list(values))) / comm.size
@@ -255,9 +238,9 @@ def _mean_all_(comm: Comm, values: Sequence[Tensor]) -> None:
         value.copy_(mean)
 
 
-def _told(pick: str, medians: dict[str, float], errors: dict[str, float], limit: float) -> str:
-    times = ", ".join(f"{spec} {1e3 * value:.0f}" for spec, value in medians.items())
-    out = ", ".join(f"{spec} {error:.2g}" for spec, error in errors.items() if spec not in medians)
+def _told(pick: str, times_s: dict[str, float], errors: dict[str, float], limit: float) -> str:
+    times = ", ".join(f"{spec} {1e3 * value:.0f}" for spec, value in times_s.items())
+    out = ", ".join(f"{spec} {error:.2g}" for spec, error in errors.items() if spec not in times_s)
     left = f"; left out for their error: {out}" if out else ""
     what = "compression does not pay here" if pick == "exact" else f"error {errors[pick]:.2g} of at most {limit:g}"
     return f"{what}; ms a step, by the slowest rank: {times}{left}"
