@@ -6,6 +6,7 @@ ranks matters, so a state loads on another number of ranks by the rule: each new
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,10 @@ import torch
 from torch import Tensor
 
 from gradwire.bucket import Memory
+from gradwire.comm import Comm
 from gradwire.errors import StateError
+
+log = logging.getLogger("gradwire")
 
 VERSION = 1
 DAMAGED = "the checkpoint is damaged"
@@ -35,6 +39,14 @@ def copy_of(memory: Mapping[str, Mapping[str, Tensor]], device: torch.device | N
         name: {key: value.detach().clone().to(device or value.device) for key, value in kept.items()}
         for name, kept in memory.items()
     }
+
+
+def merge_(residuals: dict[str, Tensor], comm: Comm) -> None:
+    """Sum over the ranks, in place."""
+    values = [residuals[name] for name in sorted(residuals)]
+    totals = comm.all_reduce_(torch.cat(values)).split([value.numel() for value in values])
+    for value, total in zip(values, totals, strict=True):
+        value.copy_(total)
 
 
 def unpack(states: Sequence[Mapping[str, Any]], rank: int, size: int) -> tuple[int, dict[str, Tensor]]:
@@ -67,6 +79,16 @@ def check_shapes(residuals: Mapping[str, Tensor], params: Iterable[tuple[str, Te
     if wrong:
         told = ", ".join(f"{name} ({residuals[name].numel()}, here {numels.get(name, 'none')})" for name in wrong)
         raise StateError(f"the checkpoint is of another model; values by parameter: {told}")
+
+
+def tell_if_other(state: Mapping[str, Any], hook: str) -> None:
+    """What is kept means something to the hook that kept it."""
+    if (state["residuals"] or state["memory"]) and state.get("hook") != hook:
+        log.warning(
+            "the checkpoint is of %r, this hook is %r: what that owes is paid, what else it knows is left alone",
+            state.get("hook"),
+            hook,
+        )
 
 
 def _check_form(states: Sequence[Mapping[str, Any]]) -> None:

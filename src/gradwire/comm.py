@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
@@ -195,7 +196,10 @@ MOST_BYTES = 255
 
 
 def gather_texts(comm: Comm, text: str, device: torch.device) -> list[str]:
-    """What every rank says, in the order of the ranks. Only the first `MOST_BYTES` travel."""
+    """What every rank says, in the order of the ranks. Of long texts the beginning and a checksum travel."""
+    if len(text.encode()) > MOST_BYTES:  # so that a difference in the end shows too
+        start = text.encode()[: MOST_BYTES // 2].decode(errors="ignore")
+        text = f"{start}... ({hashlib.sha256(text.encode()).hexdigest()[:16]})"
     said = torch.frombuffer(bytearray(text.encode()[:MOST_BYTES].ljust(256, b"\0")), dtype=torch.uint8).to(device)
     return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in comm.all_gather(said).cpu()]
 

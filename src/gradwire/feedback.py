@@ -6,6 +6,7 @@ bucket while DDP's buckets stay as they are, and lays the values out anew by par
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -88,6 +89,8 @@ class Residuals:
 
     def scale_(self, factor: float) -> None:
         """Multiply what is kept, when the gradients' unit changes."""
+        if not (isinstance(factor, int | float) and math.isfinite(factor) and factor > 0):
+            raise StateError(f"scale_state: factor must be a finite number above 0, got {factor!r}")
         for owed in self._owed.values():
             owed.mul_(factor)
 

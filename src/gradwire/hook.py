@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import logging
-import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,8 +13,8 @@ from torch.futures import Future
 
 from gradwire import checkpoint, kernels
 from gradwire.bucket import Bucket, Memory, Segment
-from gradwire.comm import MOST_BYTES, Comm, gather_texts
-from gradwire.errors import CLOSED, ExchangeError, RegisterError, StateError
+from gradwire.comm import gather_texts
+from gradwire.errors import CLOSED, ExchangeError, RegisterError
 from gradwire.exchanges import Exchange, exchange
 from gradwire.feedback import Residuals
 from gradwire.jobs import chunks_of, job_of, jobs_of
@@ -28,8 +25,6 @@ from gradwire.verify import Verification, verify
 
 if TYPE_CHECKING:
     from gradwire.policies.auto import Pilot
-
-log = logging.getLogger("gradwire")
 
 
 class Hook:
@@ -170,8 +165,8 @@ class Hook:
         (all ranks together) the state of all ranks, which one file can hold and any number of ranks can load.
         """
         residuals = self._residuals.by_name()
-        if merged:
-            self._merge_(residuals)
+        if merged and self.size > 1 and residuals:
+            self.run(lambda comm: checkpoint.merge_(residuals, comm))
         rank = checkpoint.MERGED if merged else self.rank
         return checkpoint.pack(str(self.exchange), self.steps, rank, self.size, residuals, self._memory)
 
@@ -188,24 +183,14 @@ class Hook:
         checkpoint.check_names(memory, self._params())
         if (check_memory := getattr(self.exchange, "check_memory", None)) is not None:
             check_memory(memory, list(self._params()))
-        self._tell_if_other(states[0])
+        if self.pilot is None:
+            checkpoint.tell_if_other(states[0], str(self.exchange))
         self._residuals.load({name: value.to(self.device) for name, value in residuals.items()})
         self._memory = memory
         self.steps = step
 
-    def _tell_if_other(self, state: Mapping[str, Any]) -> None:
-        saved, keeps = state.get("hook"), state.get("residuals") or state.get("memory")
-        if keeps and saved != str(self.exchange) and self.pilot is None:
-            log.warning(
-                "the checkpoint is of %r, this hook is %r: what that owes is paid, what else it knows is left alone",
-                saved,
-                str(self.exchange),
-            )
-
     def scale_state(self, factor: float) -> None:
         """Multiply what feedback keeps, when the gradients' unit changes: new loss scale / old, say."""
-        if not (isinstance(factor, int | float) and math.isfinite(factor) and factor > 0):
-            raise StateError(f"scale_state: factor must be a finite number above 0, got {factor!r}")
         self._residuals.scale_(factor)
 
     def close(self) -> None:
@@ -257,22 +242,10 @@ class Hook:
     def agree(self, what: str, text: str) -> None:
         """Raise RegisterError unless all ranks say the same text. All ranks together."""
         said: list[str] = []
-        if len(text.encode()) > MOST_BYTES:  # so that a difference in the end shows too
-            text = f"{text[: MOST_BYTES // 2]}... ({hashlib.sha256(text.encode()).hexdigest()[:16]})"
         self.runner.run(lambda comm: said.extend(gather_texts(comm, text, self.device)))
         if len(set(said)) > 1:
             told = ", ".join(f"rank {rank} {other!r}" for rank, other in enumerate(said))
             raise RegisterError(f"all ranks must ask for the same {what}, got {told}")
-
-    def _merge_(self, residuals: dict[str, Tensor]) -> None:
-        def job(comm: Comm) -> None:
-            for value, total in zip(values, comm.all_reduce_(torch.cat(values)).split(sizes), strict=True):
-                value.copy_(total)
-
-        values = [residuals[name] for name in sorted(residuals)]
-        sizes = [value.numel() for value in values]
-        if self.size > 1 and values:
-            self.run(job)
 
     def _check_open(self) -> None:
         if self.closed:

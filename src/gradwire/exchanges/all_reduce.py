@@ -22,6 +22,17 @@ def all_reduce_(flat: Tensor, comm: Comm, wire_dtype: torch.dtype | None = None)
     flat.copy_(comm.all_reduce_(wire))
 
 
+def exact_mean_(flat: Tensor, comm: Comm, residual: Tensor | None) -> None:
+    """The mean, and all that is owed, but for what 16 bits cannot hold."""
+    if residual is None:
+        all_reduce_(flat, comm)
+        return
+    total = flat + residual
+    left = total - flat.copy_(total)
+    all_reduce_(flat, comm)
+    residual.copy_(torch.where(torch.isfinite(flat).all(), left, residual))
+
+
 @dataclass(frozen=True, slots=True)
 class Exact:
     """The mean in the gradient's own type, like DDP without a hook."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 import warnings
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -28,7 +27,8 @@ from gradwire.bucket import Bucket, Segment
 from gradwire.codecs import CODECS, Codec
 from gradwire.comm import Comm
 from gradwire.errors import SpecError, StateError
-from gradwire.exchanges.all_reduce import all_reduce_
+from gradwire.exchanges.all_reduce import exact_mean_
+from gradwire.exchanges.directions import Directions
 from gradwire.exchanges.exempt import check_matches, check_pattern, is_exempt
 from gradwire.exchanges.matrices import Layout, Matrices, lay_out, lay_out_whole, shape_of
 from gradwire.exchanges.riders import Riders
@@ -117,7 +117,7 @@ class LowRank:
         """Average as told above. During the warm-up, and where no matrix is worth it, exactly."""
         layout = self.lay_out(bucket)
         if bucket.step < self.warmup or not layout.matrices:
-            _exact_mean_(bucket.flat, comm, residual)
+            exact_mean_(bucket.flat, comm, residual)
             return
         work = working_copy(bucket.flat)
         self._approximate_(bucket, work, layout, comm, residual)
@@ -125,9 +125,10 @@ class LowRank:
             bucket.flat.copy_(work)
 
     def _approximate_(self, bucket: Bucket, work: Tensor, layout: Layout, comm: Comm, residual: Tensor | None) -> None:
-        kernel, codec, groups = kernels.pick("low_rank", work), self._codec(), layout.matrices
+        kernel, codec, directions = kernels.pick("low_rank", work), self._codec(), self._directions
+        groups = layout.matrices
         riders = Riders(layout, work, residual, [self._rows(bucket.step, group) for group in groups])
-        started = [self._directions(bucket, group, work) for group in groups]
+        started = [directions.recall(bucket, group, work) for group in groups]
         p, q, sent, finite = _power_step(work, groups, started, comm, codec, residual, riders)
         for _ in range(self.iterations - 1):
             p, q, sent, also = _power_step(work, groups, q.factors, comm, codec)
@@ -136,7 +137,7 @@ class LowRank:
             kernel.rebuild_(work, residual, group.stack, *factors, finite)
         riders.settle_(finite)
         for group, new, old in zip(groups, q.factors, started, strict=True):
-            self._remember(bucket, group, torch.where(finite, new, old))
+            directions.keep(bucket, group, torch.where(finite, new, old))
 
     def lay_out(self, bucket: Bucket) -> Layout:
         """Which tensors of a bucket are approximated, and which travel as they are."""
@@ -153,6 +154,10 @@ class LowRank:
     def _codec(self) -> Codec | None:
         return None if self.wire == "fp32" else CODECS[self.wire]()
 
+    @property
+    def _directions(self) -> Directions:
+        return Directions("whole_q" if self.batched else "q", self.seed, self.warm_start)
+
     def _rows(self, step: int, group: Matrices) -> slice:
         """The rows of each matrix whose memory is averaged in this step."""
         period = round(SHARE * group.compression) if self.resync is None else self.resync
@@ -160,45 +165,6 @@ class LowRank:
             return slice(0, 0)
         place, rows = step % period, group.stack.rows
         return slice(rows * place // period, rows * (place + 1) // period)
-
-    # -- the directions Q, which belong to parameters ----------------------------------------------------------
-
-    def _directions(self, bucket: Bucket, group: Matrices, like: Tensor) -> Tensor:
-        """Orthonormal directions to start from, (B, R, N). Those that went to zero, as gradients did, start anew."""
-        kept = [self._remembered(bucket, name, group) for name in group.names]
-        q = torch.stack(
-            [
-                self._random(bucket.step, name, group, like) if old is None else old.to(like.dtype)
-                for old, name in zip(kept, group.names, strict=True)
-            ]
-        )
-        kernel = kernels.pick("low_rank", q)
-        kernel.orthonormalize_(q)
-        gone = (q == 0).all(2, keepdim=True)
-        if like.device.type != "cpu" or gone.any():  # on an accelerator, asking would mean waiting for it
-            fresh = torch.stack([self._random(bucket.step, name, group, like) for name in group.names])
-            q = torch.where(gone, fresh, q)
-            kernel.orthonormalize_(q)
-        return q
-
-    def _random(self, step: int, name: str, group: Matrices, like: Tensor) -> Tensor:
-        seed = zlib.crc32(repr((self.seed, step, name)).encode())
-        generator = torch.Generator(like.device).manual_seed(seed)
-        shape = (group.rank, group.stack.cols)
-        return torch.randn(shape, generator=generator, dtype=like.dtype, device=like.device)
-
-    def _remembered(self, bucket: Bucket, name: str, group: Matrices) -> Tensor | None:
-        kept = (bucket.memory or {}).get(name, {}).get(self._key) if self.warm_start else None
-        return kept if kept is not None and kept.shape == (group.rank, group.stack.cols) else None
-
-    def _remember(self, bucket: Bucket, group: Matrices, q_BRN: Tensor) -> None:
-        if bucket.memory is not None and self.warm_start:
-            for name, q in zip(group.names, q_BRN.float(), strict=True):
-                bucket.memory.setdefault(name, {})[self._key] = q
-
-    @property
-    def _key(self) -> str:
-        return "whole_q" if self.batched else "q"
 
     # -- registration and checkpoints --------------------------------------------------------------------------
 
@@ -219,7 +185,7 @@ class LowRank:
         """Refuse directions of another rank or of other shapes."""
         wrong = []
         for name, param in params:
-            q, (rows, cols) = memory.get(name, {}).get(self._key), shape_of(param)
+            q, (rows, cols) = memory.get(name, {}).get(self._directions.key), shape_of(param)
             if q is None or not (self.batched or self._shrinks(rows, cols)):
                 continue
             if self.batched:  # a bucket so small that its matrix has fewer rows than `rank` is anybody's guess
@@ -272,14 +238,3 @@ def _power_step(
         kernel.orthonormalize_(across)
         kernel.project_back_(to, work, group.stack, across)
     return p, q, sent, finite & q.mean_(comm, codec, sent)
-
-
-def _exact_mean_(flat: Tensor, comm: Comm, residual: Tensor | None) -> None:
-    """The mean, and all that is owed, but for what 16 bits cannot hold."""
-    if residual is None:
-        all_reduce_(flat, comm)
-        return
-    total = flat + residual
-    left = total - flat.copy_(total)
-    all_reduce_(flat, comm)
-    residual.copy_(torch.where(torch.isfinite(flat).all(), left, residual))

@@ -11,14 +11,25 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from gradwire.kernels.cpu.bits import F32, U8, U32, U64, largest, tree_sum, uniform
+from gradwire.kernels.cpu.bits import F32, U8, U32, U64, largest
+from gradwire.kernels.cpu.blocks import (
+    NEAREST,
+    UP,
+    by_chance,
+    fitted_scale,
+    nearest,
+    polynomial,
+    present_in,
+    rms,
+    scale_byte,
+    scale_of,
+)
 from gradwire.kernels.cpu.hadamard import rotate
-from gradwire.kernels.cpu.llvm import bits_of, float_of, inline, jit, rows_of
+from gradwire.kernels.cpu.llvm import float_of, inline, jit, rows_of
 from gradwire.kernels.cpu.planes import pack, unpack
-from gradwire.kernels.grid import REACH, Grid
+from gradwire.kernels.grid import Grid
 
-_REACH, _LAST = F32(REACH), F32(2.0**126)
-_NEAREST, _UP = U32(1 << 18), U32((1 << 19) - 1)
+_LAST = F32(2.0**126)
 
 
 def encode_(wire: Tensor, values: Tensor, grid: Grid, seed: int = 0) -> Tensor:
@@ -147,23 +158,23 @@ def _encode_tile(wire, v, at, width, there, t, tiles, blocks, x, work, q, tops, 
     for j in range(width // block):  # apart from the next loop, so that the processor can work on several at once
         wanted = float_of(tops[j]) * factor
         if widest > F32(0.0):
-            wanted = _rms(v, at + U64(j * block), block, _present(there, j, block, group), factor, work) * widest
+            wanted = rms(v, at + U64(j * block), block, present_in(there, j, block, group), factor, work) * widest
         elif stochastic:
             wanted = wanted * inverse_top
-        byte = _scale_byte(wanted, base, _UP if stochastic else _NEAREST)
+        byte = scale_byte(wanted, base, UP if stochastic else NEAREST)
         wire[scales + U64(j)] = 255 if tops[j] == U32(0) else byte
-        inverse = F32(1.0) / _scale(byte, base) * factor
+        inverse = F32(1.0) / scale_of(byte, base) * factor
         inverses[j] = inverse if inverse < _LAST else _LAST
     for j in range(width // block):
         begin, to = at + U64(j * block), U64(j * block)
         if stochastic:
-            _by_chance(q, to, v, begin, block, inverses[j], bits, encoder, decoder, seed, t * 16 * block + j * block)
+            by_chance(q, to, v, begin, block, inverses[j], bits, encoder, decoder, seed, t * 16 * block + j * block)
         else:
-            _nearest(q, to, v, begin, block, inverses[j], bits, encoder, widest > F32(0.0))
+            nearest(q, to, v, begin, block, inverses[j], bits, encoder, widest > F32(0.0))
         if fit and tops[j]:
-            present = _present(there, j, block, group)
-            fitted = _fitted(q, to, v, begin, block, present, factor, work, bits, decoder)
-            wire[scales + U64(j)] = _scale_byte(fitted, base, _NEAREST)
+            present = present_in(there, j, block, group)
+            fitted = fitted_scale(q, to, v, begin, block, present, factor, work, bits, decoder)
+            wire[scales + U64(j)] = scale_byte(fitted, base, NEAREST)
     pack(wire, _codes_at(t, tiles, blocks, g), q, width, bits)
 
 
@@ -178,82 +189,6 @@ def _tops(tops, v, at, width, block):
 
 
 @inline
-def _present(there: int, j: int, block: int, group: int) -> Any:
-    """How many values of block `j` are not padding. A rotation spreads the values over all of it."""
-    return block if group else min(max(there - j * block, 1), block)
-
-
-@inline
-def _rms(v: Any, at: Any, count: int, present: int, factor: Any, work: Any) -> Any:
-    for i in range(count):
-        a = v[at + U64(i)] * factor
-        work[U64(i)] = a * a
-    return np.sqrt(tree_sum(work, count) * F32(1.0 / present))
-
-
-@inline
-def _scale_byte(scale, base, rounding):
-    return min(max(base - np.int64(U32(bits_of(scale) + rounding) >> U32(19)), 1), 254)
-
-
-@inline
-def _scale(byte: int, base: int) -> Any:
-    return float_of(U32(U32(base - byte) << U32(19)))
-
-
-@inline
-def _polynomial(x: Any, c: Any) -> Any:
-    z = x * x
-    return (((z * c[3] + c[2]) * z + c[1]) * z + c[0]) * x
-
-
-@inline
-def _nearest(q, to, v, at, count, inverse, bits, encoder, clamped):
-    magic, mask = F32(49152 + (1 << (bits - 1))), U32((1 << bits) - 1)
-    for i in range(count):
-        u = v[at + U64(i)] * inverse
-        if clamped:
-            u = _REACH if u > _REACH else u
-            u = -_REACH if u < -_REACH else u
-        fine = bits_of(_polynomial(u, encoder) + magic)
-        q[to + U64(i)] = U8(U32(U32(fine >> U32(8)) & mask))
-
-
-@inline
-def _by_chance(q, to, v, at, count, inverse, bits, encoder, decoder, seed, position):
-    last, middle = F32((1 << bits) - 2), F32((1 << (bits - 1)) - 0.5)
-    for i in range(count):
-        u = v[at + U64(i)] * inverse
-        below = _clamped(np.floor(_polynomial(u, encoder) + middle), last)
-        low, high = _polynomial(below - middle, decoder), _polynomial(below + F32(1.0) - middle, decoder)
-        below = below - (F32(1.0) if u < low else F32(0.0)) + (F32(1.0) if u > high else F32(0.0))
-        below = _clamped(below, last)
-        low, high = _polynomial(below - middle, decoder), _polynomial(below + F32(1.0) - middle, decoder)
-        up = uniform(position + i, seed) < (u - low) / (high - low)
-        q[to + U64(i)] = U8(np.int32(below) + np.int32(up))
-
-
-@inline
-def _clamped(code: Any, last: Any) -> Any:
-    code = code if code > F32(0.0) else F32(0.0)
-    return code if code < last else last
-
-
-@inline
-def _fitted(q, to, v, at, count, present, factor, work, bits, decoder):
-    """The scale that leaves the least error for these codes."""
-    middle = F32((1 << (bits - 1)) - 0.5)
-    for i in range(count):
-        level = _polynomial(F32(np.int32(q[to + U64(i)])) - middle, decoder)
-        work[U64(i)] = abs(v[at + U64(i)] * factor) * abs(level)
-    product = tree_sum(work, count)
-    for i in range(count):
-        level = _polynomial(F32(np.int32(q[to + U64(i)])) - middle, decoder)
-        work[U64(i)] = level * level if i < present else F32(0.0)
-    return product / tree_sum(work, count)
-
-
-@inline
 def _decode_tile(out, at, width, wires, row, t, tiles, q, x, work, alpha, add, g):
     """`out = alpha * values of the codes in q`, or `+=`; a rotated tile goes by way of `x`."""
     bits, block, group, base, decoder = g[0], g[1], g[2], g[3], g[9]
@@ -262,13 +197,13 @@ def _decode_tile(out, at, width, wires, row, t, tiles, q, x, work, alpha, add, g
     middle = F32((1 << (bits - 1)) - 0.5)
     for j in range(width // block):
         byte = np.int64(wires[row + U64(tiles + 16 * t + j)])
-        s = F32(0.0) if byte == 255 else _scale(byte, base)
+        s = F32(0.0) if byte == 255 else scale_of(byte, base)
         m = F32(1.0) if group else binade * alpha
         c = decoder[0] * s * m, decoder[1] * s * m, decoder[2] * s * m, decoder[3] * s * m
         to = U64(j * block)
         for k in range(block):
             i = to + U64(k)
-            value = _polynomial(F32(np.int32(q[i])) - middle, c)
+            value = polynomial(F32(np.int32(q[i])) - middle, c)
             if group:
                 x[i] = value
             else:
