@@ -3,9 +3,9 @@
     python benchmarks/advice.py --workload gpt mlp --rates 100mbit 1gbit 10gbit none --out advice.jsonl
 
 Ranks sit in network namespaces whose sending rate `tc` limits, a core each. All hooks of a cell run in the same
-processes, each on a model of its own, one after the other, round after round; so does `auto`, once it has made up its
-mind. Predictions are made in every round too, from the compute, the rehearsed hooks and a probe of the link: as with
-`gradwire advise`, nobody tells them the rate.
+processes, each on a model of its own, one after the other, round after round, each round in another order; so does
+`auto`, once it has made up its mind. Predictions are made in between, from the compute, the rehearsed hooks and a probe
+of the link: as with `gradwire advise`, nobody tells them the rate.
 
 Goals: predictions within 15%; `auto` within 5% of the best hook whose error is within its limit, and at most 3% slower
 than DDP without a hook and than bf16. What a round says is compared with what the same round says of another hook.
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import sys
 import time
@@ -39,8 +40,8 @@ from gradwire.bench.ranks import Report, run_ranks
 from gradwire.exchanges import EXCHANGES
 from gradwire.policies.auto import Auto
 
-PROBE_ROUNDS = 2
-"""Rounds between probes of the link."""
+PREDICT_ROUNDS = 3
+"""Rounds between predictions."""
 SETTLE_STEPS = 500
 """`auto` decides before."""
 
@@ -69,8 +70,8 @@ def parse_args() -> argparse.Namespace:
         "--bucket-mb", type=float, help="DDP's bucket_cap_mb; by default what each hook makes of its default"
     )
     parser.add_argument("--hooks", nargs="+", default=list(EXCHANGES))
-    parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--seconds", type=float, default=0.4, help="time a hook gets in a round")
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--seconds", type=float, default=0.3, help="time a hook gets in a round")
     parser.add_argument("--out", help="JSON lines")
     return parser.parse_args()
 
@@ -126,8 +127,12 @@ class Run:
         raise SystemExit(f"auto has not decided after {SETTLE_STEPS} steps")
 
     def timed(self, steps: int) -> float:
-        """Seconds of the median step; of each step the slowest rank counts."""
+        """Seconds of the median step; of each step the slowest rank counts.
+
+        The first one does not: it finds the caches full of another model.
+        """
         dist.barrier()
+        self.step()
         times, busy = [time.perf_counter()], time.process_time()
         for _ in range(steps):
             self.step()
@@ -159,11 +164,11 @@ def run(rank: int, size: int, job: Mapping[str, Any], report: Report) -> dict[st
     spare = next(each for each in runs if each.name == "noop")
     for index in range(job["rounds"]):
         report(0.4 + 0.6 * index / job["rounds"], "measuring")
-        for each in runs:
+        for each in random.Random(index).sample(runs, len(runs)):  # who comes before whom must not matter
             each.times.append(each.timed(each.steps))
-        if index % PROBE_ROUNDS == 0:
+        if index % PREDICT_ROUNDS == 0:
             found = probe(hook_of(spare), pairs=False)
-        predict_all(runs, spare, found)
+            predict_all(runs, spare, found)
     told = {"hooks": [each.row() for each in runs], "max_error": Auto().max_error, "rounds": job["rounds"]}
     reason = hook_of(runs[-1]).stats().reason
     for each in runs:
@@ -183,8 +188,8 @@ def prepare(runs: Sequence[Run], seconds: float, report: Report) -> None:
 
 
 def fitting(run: Run, seconds: float) -> int:
-    """Steps that fit into so many seconds; the same on all ranks. Warms up as well."""
-    return max(1, min(40, round(seconds / run.timed(1))))
+    """Steps that fit into so many seconds, but at least two; the same on all ranks. Warms up as well."""
+    return max(2, min(40, round(seconds / run.timed(2))))
 
 
 def hook_of(run: Run) -> gradwire.Hook:
