@@ -22,6 +22,10 @@ INTERFACE = "veth"
 BURST = {"100mbit": "64kb", "1gbit": "256kb", "10gbit": "4mb"}
 """tbf's bucket: at least what one timer tick lets through, little enough not to matter in a step."""
 
+CONTROL = "cubic"
+"""Congestion control: Linux's default, whatever this machine has. bbr, for one, nearly stops for 0.2 s every 10 s, to
+measure the latency, and makes the steps on a slow link a matter of luck."""
+
 
 def bits_per_s(rate: str) -> float:
     """`"100mbit"` -> 1e8."""
@@ -74,6 +78,7 @@ def _add_host(switch: str, name: str, index: int, rate: str | None) -> None:
     _run(f"ip -n {name} addr add 10.77.0.{index + 1}/24 dev {INTERFACE}")
     _run(f"ip -n {name} link set {INTERFACE} up")
     _run(f"ip -n {name} link set lo up")
+    _run(f"ip -n {name} route change 10.77.0.0/24 dev {INTERFACE} src 10.77.0.{index + 1} congctl {CONTROL}")
     if rate is not None:
         burst = BURST.get(rate, f"{max(int(bits_per_s(rate) / 8 / 250), 65536)}b")
         _run(f"tc -n {name} qdisc add dev {INTERFACE} root tbf rate {rate} burst {burst} latency 200ms")
