@@ -25,7 +25,7 @@ from gradwire.exchanges import Exact, Exchange, exchange
 from gradwire.hook import Hook
 from gradwire.lanes import Lanes
 from gradwire.policies.auto import Pilot, auto
-from gradwire.rebucket import check_bucket_mb, rebucket
+from gradwire.rebucket import BUCKETS, check_bucket_mb, rebucket
 from gradwire.runner import THREADS, LaneRunner, Runner
 from gradwire.stream import StreamRunner
 
@@ -85,8 +85,8 @@ def attach(
     try:
         if hook.size > 1:
             hook.agree("bucket_mb", "default" if bucket_mb is None else str(float(bucket_mb)))
-        if bucket_mb is not None or not getattr(exchange, "large_buckets", False):
-            rebucket(model, [param for _, param in params()], bucket_mb)
+        buckets = BUCKETS if asked is not None else getattr(exchange, "buckets", BUCKETS)
+        rebucket(model, [param for _, param in params()], bucket_mb, buckets)
         model.register_comm_hook(_Carried(hook, model, group), gradwire_hook)
     except BaseException as error:
         hook.close()

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.errors import RegisterError, SpecError
 
 BUCKETS = 8
-"""What is exposed at the end is about one of so many."""
+"""What is exposed at the end is about one of so many. An exchange may ask for another number: its `buckets`."""
 SMALLEST_BYTES = 4 << 20
 """Below, messages cost more than they hide."""
 LARGEST_BYTES = 1 << 50
@@ -37,18 +37,21 @@ def check_bucket_mb(bucket_mb: float | None) -> None:
         raise SpecError(f"bucket_mb must be a finite number above 0, or None to let gradwire choose; got {bucket_mb!r}")
 
 
-def rebucket(model: DistributedDataParallel, params: Sequence[Tensor], bucket_mb: float | None = None) -> None:
+def rebucket(
+    model: DistributedDataParallel, params: Sequence[Tensor], bucket_mb: float | None = None, buckets: int = BUCKETS
+) -> None:
     """Cut the gradients of `params`, those that DDP averages, into buckets of `bucket_mb` (MiB, as `bucket_cap_mb`).
 
-    None cuts a CPU model that has DDP's default into eighths, of at least 4 MiB, and leaves every other alone: who gave
-    DDP a `bucket_cap_mb` keeps it, and what suits GPUs has not been measured.
+    None cuts a CPU model that has DDP's default into so many `buckets` of at least 4 MiB each, and leaves every other
+    alone: who gave DDP a `bucket_cap_mb` keeps it, and what suits GPUs has not been measured. 0 leaves all alone.
     """
     why_not = _why_not(model, params)
     if bucket_mb is not None and why_not:
         raise RegisterError(
             f"bucket_mb cannot change the buckets of a DDP model with {why_not}; give DDP its bucket_cap_mb"
         )
-    cap_bytes = _choose(model, params) if bucket_mb is None else int(min(max(bucket_mb * MIB, 1), LARGEST_BYTES))
+    wanted = None if bucket_mb is None else int(min(max(bucket_mb * MIB, 1), LARGEST_BYTES))
+    cap_bytes = _choose(model, params, buckets) if wanted is None else wanted
     if cap_bytes is None or why_not:
         return
     before = dict(vars(model))
@@ -80,12 +83,12 @@ def _why_not(model: Any, params: Sequence[Tensor]) -> str:
     return ""
 
 
-def _choose(model: Any, params: Sequence[Tensor]) -> int | None:
-    is_default = getattr(model, "bucket_bytes_cap_default", False)
+def _choose(model: Any, params: Sequence[Tensor], buckets: int) -> int | None:
+    is_default = getattr(model, "bucket_bytes_cap_default", False) and buckets > 0
     if not is_default or model.process_group.size() == 1 or any(param.device.type != "cpu" for param in params):
         return None
     total = sum(param.numel() * param.element_size() for param in params)
-    cap_bytes = max(SMALLEST_BYTES, -(-total // BUCKETS))
+    cap_bytes = max(SMALLEST_BYTES, -(-total // buckets))
     return cap_bytes if cap_bytes < min(total, model.bucket_bytes_cap) else None
 
 

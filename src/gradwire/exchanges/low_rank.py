@@ -71,8 +71,8 @@ class LowRank:
 
     same_kernels = True
     """All ranks must have Numba, or none: products come out the same only where the same code makes them."""
-    large_buckets = True
-    """Little travels, so smaller buckets would hide little, and each costs as much Python as any."""
+    buckets = 0
+    """Those of DDP: little travels, so smaller ones would hide little, and each costs as much Python as any."""
     traceable = False
     """It cannot do without what it remembers, and DDP's compiled reducer has no place for that."""
 
