@@ -26,7 +26,7 @@ from gradwire.hook import Hook
 from gradwire.lanes import Lanes
 from gradwire.policies.auto import Pilot, auto
 from gradwire.rebucket import BUCKETS, check_bucket_mb, rebucket
-from gradwire.runner import THREADS, LaneRunner, Runner
+from gradwire.runner import LaneRunner, Runner
 from gradwire.stream import StreamRunner
 
 log = logging.getLogger("gradwire")
@@ -209,7 +209,7 @@ def _runner(group: dist.ProcessGroup, device: torch.device) -> Runner:
     counter = _engines_made.setdefault(group, itertools.count())
     store = c10d._get_process_group_store(group)
     lanes = Lanes(store, group.rank(), group.size(), _timeout(group, device), name=str(next(counter)))  # type: ignore[call-overload]
-    return LaneRunner(lanes, THREADS)
+    return LaneRunner(lanes)
 
 
 def _timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:

@@ -18,11 +18,11 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from gradwire.comm import GroupComm, Levels, slow_link
 from gradwire.errors import ExchangeError
-from gradwire.gloo import Gloo
+from gradwire.gloo import new_group
 
 
 class Lane:
@@ -34,7 +34,9 @@ class Lane:
         self._passed: set[int] = set()
         """Tickets that need no turn any more."""
         self._error: BaseException | None = None
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._waiting: dict[int, threading.Condition] = {}
+        """By the turn that they wait for, so that a turn wakes only those whom it concerns."""
 
     def run(self, ticket: int, issue: Callable[[Any], Any]) -> tuple[float, float]:
         """Wait for the ticket's turn, issue, let the next one in, wait for the end. Returns both waiting times."""
@@ -46,13 +48,13 @@ class Lane:
 
     def skip(self, ticket: int) -> None:
         """Let the next ticket in without a collective, once it is this one's turn; does not wait for that."""
-        with self._changed:
+        with self._lock:
             self._passed.add(ticket)
             self._let_in_next()
 
     def _pass(self, ticket: int, issue: Callable[[Any], Any]) -> Any:
-        with self._changed:
-            self._changed.wait_for(lambda: self._turn == ticket or self._error)
+        with self._lock:
+            self._wait_for(ticket)
             if self._error is not None:
                 raise self._error
             work = issue(self.group)
@@ -64,18 +66,26 @@ class Lane:
         while self._turn in self._passed:
             self._passed.remove(self._turn)
             self._turn += 1
-        self._changed.notify_all()
+            if self._turn in self._waiting:
+                self._waiting.pop(self._turn).notify_all()
+
+    def _wait_for(self, turn: int, timeout_s: float | None = None) -> None:
+        """Holding the lock: until it is, or has been, that turn, or somebody has failed."""
+        if self._turn < turn and self._error is None:
+            woken = self._waiting.setdefault(turn, threading.Condition(self._lock))
+            woken.wait_for(lambda: self._turn >= turn or self._error, timeout_s)
 
     def wait_issued(self, ticket: int, timeout_s: float) -> None:
         """Wait until the ticket's collective is on its way, but not for long."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._turn > ticket or self._error, timeout_s)
+        with self._lock:
+            self._wait_for(ticket + 1, timeout_s)
 
     def break_(self, error: BaseException) -> None:
         """Turn away everybody who waits, and close the connections so that the other ranks' collectives fail too."""
-        with self._changed:
+        with self._lock:
             self._error = error
-            self._changed.notify_all()
+            for woken in self._waiting.values():
+                woken.notify_all()
         group, self.group = self.group, None
         if group is not None:
             group.shutdown()
@@ -111,7 +121,7 @@ class Lanes:
         """Make lanes until there are `count`, which all ranks must ask for; `next_ticket` is the next one let in."""
         while len(self._lanes) < count:
             store = PrefixStore(f"lane/{len(self._lanes)}", self._store)
-            lane = Lane(Gloo(ProcessGroupGloo(store, self.rank, self.size, self._timeout)))
+            lane = Lane(new_group(store, self.rank, self.size, self._timeout))
             lane._turn = next_ticket
             self._lanes.append(lane)
 

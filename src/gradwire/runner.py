@@ -21,15 +21,13 @@ from torch.futures import Future
 
 from gradwire.comm import Comm, Levels, Traffic
 from gradwire.errors import CLOSED, ExchangeError
+from gradwire.gloo import THREADS
 from gradwire.lanes import Lanes
 from gradwire.scratch import Scratch
 
 Job = Callable[[Comm], None]
 Report = Callable[[Traffic, float, float], None]
 """Told after each job: its traffic, and when it began and ended (`time.perf_counter`)."""
-
-THREADS = 4
-"""Jobs in flight. Two keep the wire busy; the others encode and decode meanwhile."""
 
 KICK_S = 0.005
 """An idle wire is worth this much of the backward thread's time: on a busy core, a worker it has just woken would get
@@ -113,10 +111,9 @@ class LaneRunner:
         self._next_ticket = 0
         self._error: BaseException | None = None
         self._closed = False
-        self._threads = [threading.Thread(target=self._work, name=f"gradwire-{i}", daemon=True) for i in range(threads)]
-        for thread in self._threads:
-            thread.start()
-        self._at_exit = weakref.finalize(self, _stop, self._jobs, self._threads, AT_EXIT_S)
+        self._most, self._threads = threads, list[threading.Thread]()
+        self._unfinished = 0
+        self._at_exit = weakref.finalize(self, _leave, self._jobs, self._threads, lanes)
 
     def open(self, lanes: int) -> None:
         """Make the lanes that are missing; no job may be under way."""
@@ -136,6 +133,7 @@ class LaneRunner:
             idle = not self._open
             self._open.add(pending)
         for job in jobs:
+            self._add_thread()
             self._jobs.put((self._next_ticket, job, pending, report))
             self._next_ticket += 1
         if idle:
@@ -159,6 +157,16 @@ class LaneRunner:
         _stop(self._jobs, self._threads, AT_CLOSE_S)
         self.lanes.close()
 
+    def _add_thread(self) -> None:
+        """Unless those that are there can take up one more job."""
+        with self._lock:
+            self._unfinished += 1
+            needed = len(self._threads) < min(self._unfinished, self._most)
+        if needed:
+            thread = threading.Thread(target=self._work, name=f"gradwire-{len(self._threads)}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
     def _check_usable(self) -> None:
         if self._closed:
             raise ExchangeError(CLOSED)
@@ -177,6 +185,8 @@ class LaneRunner:
                 self._fail(error)
             else:
                 self._settle(pending)
+            with self._lock:
+                self._unfinished -= 1
             del item, job, pending, report  # a waiting thread must not keep a bucket alive
 
     def _run_one(self, ticket: int, job: Job, report: Report) -> None:
@@ -229,6 +239,13 @@ def _stop(jobs: queue.SimpleQueue[Any], threads: Sequence[threading.Thread], tim
     for thread in threads:
         if thread is not threading.current_thread():
             thread.join(timeout=max(0.0, until_s - time.monotonic()))
+
+
+def _leave(jobs: queue.SimpleQueue[Any], threads: Sequence[threading.Thread], lanes: Lanes) -> None:
+    """At the end of the process. Closing lanes ends gloo's threads: what they let go of may need the interpreter."""
+    _stop(jobs, threads, AT_EXIT_S)
+    if not any(thread.is_alive() for thread in threads):
+        lanes.close()
 
 
 def _forget_frames(error: BaseException) -> None:

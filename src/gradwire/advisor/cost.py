@@ -28,8 +28,7 @@ from gradwire.advisor.fit import Fit
 from gradwire.advisor.rehearse import Course, Layout, Send, rehearse
 from gradwire.errors import SpecError
 from gradwire.exchanges import Exchange
-from gradwire.gloo import way
-from gradwire.runner import THREADS
+from gradwire.gloo import THREADS, way
 
 
 class Wire(Protocol):

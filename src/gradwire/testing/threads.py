@@ -16,9 +16,10 @@ from torch._C._distributed_c10d import HashStore, Store
 
 from gradwire.bucket import Bucket, make_bucket
 from gradwire.exchanges import Exchange, exchange
+from gradwire.gloo import THREADS
 from gradwire.hook import Hook
 from gradwire.lanes import Lanes
-from gradwire.runner import THREADS, LaneRunner
+from gradwire.runner import LaneRunner
 
 T = TypeVar("T")
 
