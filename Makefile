@@ -62,7 +62,7 @@ types: setup
 bench: setup
 	$(BIN)/python benchmarks/kernels.py --out .benchmarks/kernels.jsonl
 	$(BIN)/python benchmarks/error.py
-	$(BIN)/python benchmarks/shaped.py --bucket-mb 4 --out .benchmarks/shaped.jsonl
+	$(BIN)/python benchmarks/shaped.py --out .benchmarks/shaped.jsonl
 
 soak: setup
 	$(BIN)/python benchmarks/soak.py

@@ -31,7 +31,18 @@ import gradwire
 import netns
 from gradwire.verify import fingerprint
 
-OURS = ("exact", "noop", "fp16", "bf16", "bf16:accumulate=wire", "int8", "int4", "int3", "int2", "sign")
+OURS = (
+    "exact",
+    "noop",
+    "fp16",
+    "bf16",
+    "bf16:accumulate=wire",
+    "int8",
+    "int4",
+    "int3",
+    "powersgd:rank=1",
+    "powersgd:rank=4",
+)
 SAFE = ("plain", "plain@4", "torch:FP16_COMPRESS", "torch:FP16_COMPRESS@4", "torch:BF16_COMPRESS")
 RISKY = (
     "torch:QUANTIZE_PER_TENSOR",
