@@ -253,3 +253,20 @@ def test_stats_count_what_is_sent(spec, formula, size):
         assert min(stats.encode_s, stats.wire_s, stats.decode_s, stats.wait_s) >= 0
         assert stats.wire_s > 0
         assert stats.as_dict()["hook"] == spec
+
+
+def test_threads_come_as_jobs_need_them():
+    def run(rank):
+        runner, gate = rank.runner(threads=3), threading.Event()
+        runner.open(1)
+        for _ in range(5):
+            runner.run(lambda comm: None)
+        one_by_one = len(runner._threads)
+        future = runner.submit([lambda comm: gate.wait(10)] * 5, torch.empty(0), lambda *_: None)
+        at_once = len(runner._threads)
+        gate.set()
+        future.wait()
+        runner.close()
+        return one_by_one, at_once
+
+    assert thread_ranks(2, run) == [(1, 3)] * 2

@@ -185,8 +185,6 @@ class LaneRunner:
                 self._fail(error)
             else:
                 self._settle(pending)
-            with self._lock:
-                self._unfinished -= 1
             del item, job, pending, report  # a waiting thread must not keep a bucket alive
 
     def _run_one(self, ticket: int, job: Job, report: Report) -> None:
@@ -200,6 +198,8 @@ class LaneRunner:
         report(comm.traffic, began, ended)
 
     def _settle(self, pending: _Pending) -> None:
+        with self._lock:
+            self._unfinished -= 1
         if pending.end():
             with self._lock:
                 self._open.discard(pending)

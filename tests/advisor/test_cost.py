@@ -11,6 +11,7 @@ from gradwire.advisor.fit import Fit
 from gradwire.bucket import Bucket, segments_of
 from gradwire.errors import SpecError
 from gradwire.exchanges import EXCHANGES, exchange
+from gradwire.gloo import THREADS
 from gradwire.policies.two_level import TwoLevel
 from gradwire.testing import thread_ranks
 
@@ -124,9 +125,9 @@ def test_work_hides_behind_the_wire():
 
 
 def test_latency_of_several_chunks_overlaps():
-    chunks = [_course((0.0, 0.0))] * 4
+    chunks = [_course((0.0, 0.0))] * THREADS
     assert predict_step([chunks], Link(1e9, 0.5), ALONE).exposed_s == pytest.approx(0.5)
-    assert predict_step([chunks * 2], Link(1e9, 0.5), ALONE).exposed_s == pytest.approx(1.0)  # 4 threads
+    assert predict_step([chunks * 2], Link(1e9, 0.5), ALONE).exposed_s == pytest.approx(1.0)
 
 
 def test_early_buckets_hide_behind_backward():

@@ -187,12 +187,17 @@ def private_helpers(rank, size):
 
 def shared_engine(rank, size):
     """All models of a process that use a hook on a group share one engine, so threads do not pile up."""
+    counts = []
     for _ in range(5):
         model = DDP(Task())
         model.register_comm_hook(None, default_hooks.allreduce_hook)
         gradient(model, rank)
+        counts.append(sum(len(made) for made in _group._hooks.values()))
+    assert len(set(counts)) == 1
     threads = [thread for thread in threading.enumerate() if thread.name.startswith("gradwire-")]
-    assert len(threads) == 4 * sum(len(made) for made in _group._hooks.values())
+    engines = [hook.runner for made in _group._hooks.values() for hook in made.values()]
+    assert threads
+    assert set(threads) == {thread for engine in engines for thread in engine._threads}
 
 
 def compiled_reducer(rank, size):
