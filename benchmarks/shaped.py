@@ -40,6 +40,8 @@ OURS = (
     "int8",
     "int4",
     "int3",
+    "int2",
+    "sign",
     "powersgd:rank=1",
     "powersgd:rank=4",
 )
