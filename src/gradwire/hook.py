@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch.futures import Future
 
 from gradwire import checkpoint, kernels
 from gradwire.bucket import Bucket, Memory, Segment
-from gradwire.comm import gather_texts
+from gradwire.comm import Levels, gather_texts
 from gradwire.errors import CLOSED, ExchangeError, RegisterError
 from gradwire.exchanges import Exchange, exchange
 from gradwire.feedback import Residuals
@@ -151,10 +151,13 @@ class Hook:
         self.go_on_with(exchange(spec, **options))
         self.pilot = None
 
-    def go_on_with(self, new: Exchange) -> None:
-        """The part of `switch` that `auto` uses too."""
+    def go_on_with(self, new: Exchange, *, agreed: bool = False) -> None:
+        """The part of `switch` that `auto` uses too. `agreed`: all ranks have gone on with it before, and do now."""
         self._check_open()
-        self._enter(new, str(new))
+        if agreed:
+            self._open(new)
+        else:
+            self._enter(new, str(new))
         self.exchange = new
         self._meter.reset()
 
@@ -214,8 +217,7 @@ class Hook:
         check, warm_up = getattr(new, "check", None), getattr(new, "warm_up", None)
         if check is not None:
             check(list(self._params()))
-        split = getattr(new, "levels", None)
-        levels = None if split is None else split(self.size)
+        levels = self._levels(new)
         if self.size == 1:
             return
         kernels.load()
@@ -228,8 +230,17 @@ class Hook:
         self.agree("chunk_bytes", str(self._chunk_bytes or "default"))
         if levels is not None:
             self.agree("ranks of a node", str(levels.node))
-        self.runner.open(new.lanes)
-        self.runner.split(levels)
+        self._open(new)
+
+    def _open(self, new: Exchange) -> None:
+        """Lanes for an exchange that all ranks mean."""
+        if self.size > 1:
+            self.runner.open(new.lanes)
+            self.runner.split(self._levels(new))
+
+    def _levels(self, of: Exchange) -> Levels | None:
+        split = getattr(of, "levels", None)
+        return None if split is None else cast(Levels, split(self.size))
 
     def gather(self, values: Tensor) -> Tensor:
         """(n,) on each rank -> (size, n). All ranks together, between steps."""

@@ -38,6 +38,10 @@ class Lane:
         self._waiting: dict[int, threading.Condition] = {}
         """By the turn that they wait for, so that a turn wakes only those whom it concerns."""
 
+    def begin_at(self, ticket: int) -> None:
+        """The next one to be let in; nobody may be waiting."""
+        self._turn = ticket
+
     def run(self, ticket: int, issue: Callable[[Any], Any]) -> tuple[float, float]:
         """Wait for the ticket's turn, issue, let the next one in, wait for the end. Returns both waiting times."""
         asked = time.perf_counter()
@@ -102,27 +106,32 @@ class Lanes:
         self.hold = slow_link.get()
         """What makes collectives of coming jobs take longer."""
         self._levels: tuple[Lanes, ...] = ()
+        self._made: dict[Levels, tuple[Lanes, ...]] = {}
         self._broken = False
 
     def split(self, levels: Levels | None, next_ticket: int) -> None:
-        """Make the lanes of both levels, or drop them. All ranks together."""
-        self._levels = ()
-        if levels is None:
-            return
+        """Use the lanes of both levels from the next ticket on, made if they are not there yet. All ranks together."""
+        if levels is not None and levels not in self._made:
+            self._made[levels] = self._make(levels, next_ticket)
+        self._levels = () if levels is None else self._made[levels]
+        for lane in (lane for lanes in self._levels for lane in lanes._lanes):
+            lane.begin_at(next_ticket)
+
+    def _make(self, levels: Levels, next_ticket: int) -> tuple[Lanes, ...]:
         nodes, node, place = self.size // levels.node, *divmod(self.rank, levels.node)
         inside = Lanes(self._store, place, levels.node, self._timeout, f"{next_ticket}/node/{node}")
         across = Lanes(self._store, node, nodes, self._timeout, f"{next_ticket}/place/{place}")
         inside.hold, across.hold = None, self.hold  # an emulated link is the one between the nodes
         inside.open(levels.inside, next_ticket)
         across.open(levels.across, next_ticket)
-        self._levels = (inside, across)
+        return inside, across
 
     def open(self, count: int, next_ticket: int) -> None:
         """Make lanes until there are `count`, which all ranks must ask for; `next_ticket` is the next one let in."""
         while len(self._lanes) < count:
             store = PrefixStore(f"lane/{len(self._lanes)}", self._store)
             lane = Lane(new_group(store, self.rank, self.size, self._timeout))
-            lane._turn = next_ticket
+            lane.begin_at(next_ticket)
             self._lanes.append(lane)
 
     def comm(self, ticket: int) -> GroupComm:
@@ -152,7 +161,8 @@ class Lanes:
         self._broken = True
         if not isinstance(error, ExchangeError):
             self.say(f"{type(error).__name__}: {error}")
-        for lane in (*self._lanes, *(lane for lanes in self._levels for lane in lanes._lanes)):
+        parts = [lanes for made in self._made.values() for lanes in made]
+        for lane in (*self._lanes, *(lane for lanes in parts for lane in lanes._lanes)):
             lane.break_(error)
 
     def say(self, text: str) -> None:
@@ -170,6 +180,7 @@ class Lanes:
     def close(self) -> None:
         """Drop the groups. Jobs must have ended."""
         self._lanes.clear()
+        self._made.clear()
         self._levels = ()
 
     def _lane(self, index: int) -> Lane:

@@ -9,12 +9,12 @@ import pytest
 from gradwire.advisor.advise import Advice, Row, _pick, advise
 from gradwire.advisor.headroom import Headroom
 from gradwire.advisor.page import runs_of, to_page
+from gradwire.advisor.survey import ROUNDS
 from gradwire.bench.records import Split
 from gradwire.cli import main
 from gradwire.cli.advise import to_text
 from gradwire.errors import SpecError
 from gradwire.policies.auto import TURN_STEPS
-from gradwire.policies.trial import LEAST_ROUNDS
 
 BOUND = Headroom(with_s=(0.1,) * 8, without_s=(0.05,) * 8, ranks=2, link="1gbit", wanted_steps=16)
 FREE = replace(BOUND, without_s=(0.095,) * 8)
@@ -186,7 +186,7 @@ def test_a_short_run_on_the_built_in_model(tmp_path):
     assert content["headroom"]["is_network_bound"]  # 10 MB at 200 Mbit/s are 0.4 s
     assert content["pick"] in ("bf16", "int8")
     assert [hook for hook, row in rows.items() if row["measured_s"] is None] == ["int4"]
-    assert {len(row["step_s"]) for hook, row in rows.items() if hook != "int4"} == {LEAST_ROUNDS * (TURN_STEPS - 1)}
+    assert {len(row["step_s"]) for hook, row in rows.items() if hook != "int4"} == {ROUNDS * TURN_STEPS}
     assert rows["exact"]["sent_bytes"] == 4 * content["params"]
     assert rows["exact"]["error"] < 1e-6 < rows["bf16"]["error"] < rows["int8"]["error"] < 0.02 < rows["int4"]["error"]
     split = rows["exact"]["split"]

@@ -5,12 +5,19 @@ import torch
 
 from gradwire.bucket import Bucket, make_bucket, segments_of
 from gradwire.errors import SpecError
-from gradwire.policies.auto import MOVED, TURN_STEPS, WARM_STEPS, WATCH, Auto, Pilot, auto
-from gradwire.policies.trial import LEAST_ROUNDS
+from gradwire.policies.auto import IDLE, MOVED, TURN_STEPS, WARM_STEPS, WATCH, Auto, Pilot, auto
+from gradwire.policies.auto import _pilots as pilots
+from gradwire.policies.trial import LEAST_ROUNDS, MOST_ROUNDS
 from gradwire.testing import thread_ranks
 from gradwire.testing.contracts import gaussian
 
 NUMEL = 4096
+
+
+@pytest.fixture(autouse=True)
+def _alone():
+    """Pilots of the tests before may not have been collected yet."""
+    pilots.clear()
 
 
 class Clock:
@@ -50,7 +57,7 @@ def drive(size, settings, cost_s, steps):
 
 
 def trial_steps(candidates):
-    return WARM_STEPS + 2 + LEAST_ROUNDS * TURN_STEPS * candidates
+    return WARM_STEPS + 2 + (1 + LEAST_ROUNDS * TURN_STEPS) * candidates
 
 
 def costs(**seconds):
@@ -76,25 +83,68 @@ def test_exact_stays_where_nothing_pays():
     assert "compression does not pay here" in reason
 
 
-def test_who_is_far_behind_gets_one_turn():
-    specs, reason = drive(2, Auto(hooks=ALL), costs(exact=0.3, bf16=0.151, int8=0.15), trial_steps(3))
-    after = specs[WARM_STEPS + 1 : specs.index("bf16")]
-    assert after == ["exact"] * TURN_STEPS
-    assert "exact" not in specs[specs.index("bf16") :]
-    assert specs.count("int8") == LEAST_ROUNDS * TURN_STEPS
-    assert "exact 303" in reason
+def test_candidates_take_turns_step_by_step():
+    specs, _ = drive(2, Auto(hooks=ALL), costs(exact=0.1, bf16=0.1, int8=0.1), trial_steps(3))
+    turns = [specs[at : at + 3] for at in range(WARM_STEPS + 1, WARM_STEPS + 1 + 3 * TURN_STEPS, 3)]
+    assert all(sorted(turn) == ["bf16", "exact", "int8"] for turn in turns)
+    assert len(set(map(tuple, turns))) > 1
+
+
+@pytest.mark.parametrize("period", [2, 3, 4, 6, 8])
+@pytest.mark.parametrize("phase", [0, 1])
+def test_what_a_script_does_every_few_steps_does_not_decide(period, phase):
+    """An optimizer's step after some backward passes, say."""
+    cost = lambda rank, spec, step: {"exact": 0.1, "bf16": 0.12, "int8": 0.13}[spec] + 0.04 * (step % period == phase)  # noqa: E731
+    specs, _ = drive(2, Auto(hooks=ALL), cost, WARM_STEPS + 2 + 3 * (1 + MOST_ROUNDS * TURN_STEPS))
+    assert specs[-1] == "exact"
+
+
+def test_who_is_far_behind_gets_one_round():
+    specs, reason = drive(2, Auto(hooks=ALL), costs(exact=0.5, bf16=0.151, int8=0.15), trial_steps(3))
+    first_round = 3 * (1 + TURN_STEPS)
+    assert specs[WARM_STEPS + 1 :].count("exact") == 1 + TURN_STEPS
+    assert "exact" not in specs[WARM_STEPS + 1 + first_round :]
+    assert specs.count("int8") == 1 + LEAST_ROUNDS * TURN_STEPS
+    assert "exact 505" in reason
 
 
 def test_a_clear_winner_ends_the_trial():
-    specs, _ = drive(2, Auto(hooks=ALL), costs(exact=0.3, bf16=0.2, int8=0.1), trial_steps(3))
-    assert set(specs[WARM_STEPS + 1 + 3 * TURN_STEPS :]) == {"int8"}
+    specs, _ = drive(2, Auto(hooks=ALL), costs(exact=0.5, bf16=0.3, int8=0.1), trial_steps(3))
+    assert set(specs[WARM_STEPS + 1 + 3 * (1 + TURN_STEPS) :]) == {"int8"}
 
 
-def test_one_slow_step_in_a_turn_does_not_count():
-    first = WARM_STEPS + 1 + 2 * TURN_STEPS  # the turn of int8
-    slow = lambda rank, spec, step: 0.9 if step == first + 2 else {"exact": 0.3, "bf16": 0.2, "int8": 0.1}[spec]  # noqa: E731
-    specs, _ = drive(2, Auto(hooks=ALL), slow, trial_steps(3))
+def test_a_few_slow_steps_do_not_count():
+    slow = lambda rank, spec, step: {"exact": 0.3, "bf16": 0.2, "int8": 0.1}[spec] + 5 * (step % 9 == 0)  # noqa: E731
+    specs, _ = drive(2, Auto(hooks=ALL), slow, WARM_STEPS + 2 + 3 * (1 + MOST_ROUNDS * TURN_STEPS))
     assert specs[-1] == "int8"
+
+
+def test_the_first_steps_of_all_do_not_count():
+    """They touch new memory."""
+    seen = {0: set(), 1: set()}
+
+    def cost(rank, spec, step):
+        new = step > WARM_STEPS and spec not in seen[rank]
+        seen[rank] |= {spec} if new else set()
+        return 0.01 if new else {"exact": 0.3, "bf16": 0.2, "int8": 0.1}[spec]
+
+    specs, reason = drive(2, Auto(hooks=ALL), cost, trial_steps(3))
+    assert specs[-1] == "int8"
+    assert "exact 300" in reason
+
+
+def test_who_pays_what_feedback_owes_is_not_charged_for_it():
+    """The step after one with feedback costs 0.2 s more: exact would look slow."""
+    fed, last = "bf16:feedback=true", {0: "", 1: ""}
+
+    def cost(rank, spec, step):
+        paying = last[rank] == fed and spec != fed
+        last[rank] = spec
+        return {"exact": 0.1, "int8": 0.12, fed: 0.15}[spec] + 0.2 * paying
+
+    specs, reason = drive(2, Auto(hooks=f"exact;{fed};int8"), cost, 2 * trial_steps(3))
+    assert specs[-1] == "exact"
+    assert "exact 100, bf16:feedback=true 150, int8 120" in reason
 
 
 def test_the_most_exact_of_those_that_are_as_fast():
@@ -201,6 +251,58 @@ def test_a_model_of_sparse_gradients_alone_stays_exact():
         return hook.stats().reason
 
     assert "all gradients are sparse" in thread_ranks(2, main)[0]
+
+
+def two_models(rank, second_steps, steps=60):
+    """Hooks of two models that train in turn, the second one only so many steps; what each has used."""
+    hooks, specs = [rank.hook("exact") for _ in range(2)], ([], [])
+    for hook in hooks:
+        hook.pilot = Pilot(hook, Auto(hooks=ALL))
+    for step in range(steps):
+        for at, hook in enumerate(hooks):
+            if at == 0 and step >= second_steps:  # the one that is first on trial
+                continue
+            bucket = make_bucket([gaussian(NUMEL, seed=10 * step + rank.rank).view(64, 64)])
+            hook.pilot.on_step()
+            hook.begin(bucket)
+            hook.pilot.on_bucket(bucket)
+            hook.mean(bucket).wait()
+            specs[at].append(str(hook.exchange))
+    return specs
+
+
+def test_two_models_are_on_trial_one_after_the_other():
+    """Each one's step holds the other's too: at the same time both would find fast what makes one of them fast."""
+    for first, second in thread_ranks(2, lambda rank: two_models(rank, 60, 60)):
+        assert set(first[WARM_STEPS + 1 :]) == {"exact", "bf16", "int8"}
+        assert set(second) == {"exact"}
+
+
+def test_a_model_that_trains_no_longer_is_not_waited_for():
+    for first, second in thread_ranks(2, lambda rank: two_models(rank, WARM_STEPS + 6, 2 * IDLE)):
+        assert set(first[WARM_STEPS + 1 :]) == {"exact", "bf16", "int8"}
+        assert set(second) == {"exact", "bf16", "int8"}
+
+
+@pytest.mark.parametrize("first", [float("inf"), float("nan"), 0.0])
+def test_steps_that_say_nothing_of_the_error_are_passed_over(first):
+    """AMP begins with a loss scale at which gradients overflow, and skips such steps."""
+
+    def main(rank):
+        hook = rank.hook("exact")
+        hook.pilot = Pilot(hook, Auto(hooks=ALL))
+        for step in range(WARM_STEPS + 8):
+            grad = gaussian(NUMEL, seed=10 * step + rank.rank).view(64, 64)
+            bucket = make_bucket([grad if step > WARM_STEPS + 3 else torch.full_like(grad, first)])
+            hook.pilot.on_step()
+            hook.begin(bucket)
+            hook.pilot.on_bucket(bucket)
+            hook.mean(bucket).wait()
+        return hook.pilot.reason, hook.pilot._errors
+
+    for reason, errors in thread_ranks(2, main):
+        assert reason == "measuring"
+        assert 0 < errors["bf16"] < errors["int8"] < 0.02
 
 
 def test_a_warm_up_does_not_hide_the_error():

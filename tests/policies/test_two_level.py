@@ -103,6 +103,27 @@ def test_switching_back_and_forth():
             torch.testing.assert_close(mean, torch.full((1600,), 1.5), rtol=1e-2, atol=0)
 
 
+def test_coming_back_finds_the_same_connections():
+    """As under `auto`, where hooks change at every step."""
+
+    def main(rank):
+        two, one = exchange("two_level:across=int8,node=2"), exchange("exact")
+        hook, levels, means = rank.hook(two), [], []
+        for made in (two, one, two, one, two):
+            hook.go_on_with(made, agreed=True)
+            levels.append(hook.runner.lanes._levels)
+            bucket = make_bucket([torch.full((40, 40), float(rank.rank))])
+            hook.mean(bucket).wait()
+            means.append(bucket.flat)
+        return [len(each) for each in levels], levels[0] is levels[2] is levels[4], means
+
+    for sizes, same, means in thread_ranks(4, main):
+        assert sizes == [2, 0, 2, 0, 2]
+        assert same
+        for mean in means:
+            torch.testing.assert_close(mean, torch.full((1600,), 1.5), rtol=1e-2, atol=0)
+
+
 @pytest.mark.parametrize(
     ("spec", "said"),
     [

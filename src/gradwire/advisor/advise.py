@@ -16,16 +16,16 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.advisor.headroom import STEPS, Headroom, headroom
+from gradwire.advisor.headroom import STEPS, Headroom, headroom, local_ranks
 from gradwire.advisor.link import Link, emulate
-from gradwire.advisor.survey import ALWAYS, MEASURED, Survey
+from gradwire.advisor.survey import ALWAYS, MOST_STEPS, TYPICAL_STEPS, Survey
 from gradwire.bench.records import Split
 from gradwire.ddp import attach
 from gradwire.exchanges import EXCHANGES, Exact, exchange
 from gradwire.launch import Plan, Script, ScriptFailed, follow
 from gradwire.launch.plan import new_plan
-from gradwire.policies.auto import TURN_STEPS, WARM_STEPS, Auto
-from gradwire.policies.trial import LEAST_ROUNDS, NEAR
+from gradwire.policies.auto import Auto
+from gradwire.policies.trial import NEAR
 from gradwire.rebucket import MIB
 
 PAYS = 1.10
@@ -183,10 +183,9 @@ def _survey(
     report: Callable[[float, str], None],
 ) -> dict[str, Any] | None:
     """The second run."""
-    turns = LEAST_ROUNDS * TURN_STEPS * (MEASURED + len(ALWAYS))
     if script is None:
-        ranks = {**ranks, "nproc": ranks["nproc"] or 2}
-        script = Script("gradwire.advisor.builtin", (str(WARM_STEPS + turns + 8),), module=True)
+        ranks = {**ranks, "nproc": local_ranks(ranks["nproc"])}
+        script = Script("gradwire.advisor.builtin", (str(MOST_STEPS),), module=True)
     job = {
         "hooks": settings.hooks,
         "max_error": settings.max_error,
@@ -197,13 +196,14 @@ def _survey(
 
         def enough() -> bool:
             done = max((note["steps"] for note in plan.notes("progress")), default=0)
-            report(0.5 + min(done / turns, 1.0) / 2, "weighing hooks" if not done else f"step {done} of {turns}")
+            told = "weighing hooks" if not done else f"step {done} of about {TYPICAL_STEPS}"
+            report(0.5 + min(done / TYPICAL_STEPS, 1.0) / 2, told)
             return bool(plan.notes("survey"))
 
         follow(plan, script, ranks["nproc"], ranks["torchrun"], enough=enough)
         notes = plan.notes("survey")
-        if not notes and ranks["nproc"] is not None:
-            raise ScriptFailed(f"the script trained too few steps to try the hooks: let it train at least {turns + 8}")
+        if not notes and found is not None:
+            raise ScriptFailed(f"the script trained too few steps to try the hooks: let it train at least {MOST_STEPS}")
         return notes[0] if notes else None
 
 

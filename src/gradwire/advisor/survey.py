@@ -21,13 +21,17 @@ from gradwire.advisor.probe import probe
 from gradwire.advisor.rehearse import Layout, rehearse
 from gradwire.exchanges import exchange
 from gradwire.hook import Hook
-from gradwire.policies.auto import Auto, Pilot
+from gradwire.policies.auto import TURN_STEPS, WARM_STEPS, Auto, Pilot
 from gradwire.policies.trial import Trial
 from gradwire.stats import Stats
 
 MEASURED = 4
 """So many of the most promising hooks are measured, besides `exact` and `bf16`."""
 ALWAYS = ("exact", "bf16")
+ROUNDS = 4
+TYPICAL_STEPS = WARM_STEPS + 2 + (MEASURED + len(ALWAYS)) * (ROUNDS * TURN_STEPS + 1)
+MOST_STEPS = 2 * TYPICAL_STEPS
+"""With hooks that have feedback, after which a step does not count."""
 UNKNOWN: Mapping[str, Any] = {"forward_s": 0.0, "backward_s": 0.0, "came_s": {}, "cores": 1.0, "threads": 1}
 """On ranks whose prediction does not count."""
 
@@ -49,7 +53,7 @@ class Survey(Pilot):
         super().__init__(hook, settings)
         self._compute, self._link, self._publish, self._count = compute, link, publish, count
         self._predicted: dict[str, Prediction] = {}
-        self._stats: dict[str, Stats] = {}
+        self._stats: dict[str, list[Stats]] = {}
         self._measured = Trial({})
         self._told = False
 
@@ -67,7 +71,7 @@ class Survey(Pilot):
 
     def _new_trial(self, errors: Mapping[str, float]) -> Trial:
         """A report wants all steps of all hooks."""
-        return Trial(errors, everyone=True)
+        return Trial(errors, survey=ROUNDS)
 
     def _predict_all(self) -> dict[str, Prediction]:
         """As rank 0 works it out, on all ranks: their machines may differ, their decisions must not."""
@@ -90,8 +94,9 @@ class Survey(Pilot):
         super()._switch(spec)
 
     def _end_turn(self) -> None:
-        """Keep what the hook has counted. Not at every step: the meter closes a step when it is asked."""
-        self._stats[str(self._hook.exchange)] = self._hook.stats()
+        """Keep what the hook has counted."""
+        if self._counts:
+            self._stats.setdefault(str(self._hook.exchange), []).append(self._hook.stats())
 
     def _decide(self, trial: Trial) -> None:
         """As for `auto`."""
@@ -116,18 +121,18 @@ class Survey(Pilot):
                 "error": self._errors[spec],
                 "sent_bytes": self._predicted[spec].sent_bytes,
                 "step_s": steps_s.get(spec, []),
-                "split": _split(self._stats.get(spec), steps_s.get(spec)),
+                "split": _split(self._stats.get(spec, []), steps_s.get(spec, [])),
             }
             for spec in self.settings.specs
         ]
 
 
-def _split(stats: Stats | None, step_s: Sequence[float] | None) -> dict[str, float] | None:
+def _split(stats: Sequence[Stats], step_s: Sequence[float]) -> dict[str, float] | None:
     """Where the time of the median step goes on this rank, as `bench.records.Split` has it."""
-    if stats is None or not step_s:
+    if not stats or not step_s:
         return None
-    wait_s = min(stats.wait_s, statistics.median(step_s))
-    work = {"encode_s": stats.encode_s, "wire_s": stats.wire_s, "decode_s": stats.decode_s}
+    work = {key: statistics.fmean(getattr(each, key) for each in stats) for key in ("encode_s", "wire_s", "decode_s")}
+    wait_s = min(statistics.fmean(each.wait_s for each in stats), statistics.median(step_s))
     return {"compute_s": statistics.median(step_s) - wait_s, **work, "wait_s": wait_s}
 
 

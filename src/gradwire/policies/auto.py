@@ -2,8 +2,8 @@
 
 1. A few exact steps, until DDP has its final buckets; then the gradients of one step are set aside.
 2. Every candidate averages those, and drops out if its error is above `max_error`.
-3. The others take turns for a few real steps each, until it is clear who is fastest (`trial.py`). All ranks gather all
-   times; the slowest rank counts.
+3. The others take turns, step by step, until it is clear who is fastest (`trial.py`). All ranks gather all times; the
+   slowest rank counts.
 4. The most exact one within 3% of the fastest is taken. If that is `exact`, compression does not pay here.
 5. Every `WATCH` steps the ranks compare times; when a step has become a quarter slower or faster than it was, or after
    `recheck` steps, the trial starts again. What is in use stays unless another one is more than 5% faster.
@@ -14,9 +14,13 @@ All ranks decide from the same numbers, at the same step.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
+import math
+import random
 import statistics
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,10 +43,16 @@ log = logging.getLogger("gradwire")
 
 WARM_STEPS = 2
 TURN_STEPS = 4
-"""Steps of a turn; the first is not counted, as it makes connections and warms caches."""
+"""Steps that each candidate takes in a round, one after another's, not in a row: whatever else the machine does slows
+neighbours in time down alike, so that two thirds of the variance are gone."""
 WATCH = 50
 WORTH, MOVED = 1.05, 1.25
 """Worth a change; the link has changed."""
+PATIENCE, IDLE = 2000, 50
+"""Steps that a model waits for the end of another one's trial; and after so many of others it trains no longer."""
+_pilots: weakref.WeakSet[Pilot] = weakref.WeakSet()
+_ticks = itertools.count()
+"""Steps of all models of this process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +107,10 @@ class Pilot:
         self._warm_up()
         self._errors: dict[str, float] = {}
         self._chosen: str | None = None
+        self._exchanges = {spec: exchange(spec) for spec in self.settings.specs}
+        self._agreed: set[str] = set()
         self._start_over()
+        _pilots.add(self)
 
     def _warm_up(self) -> None:
         """Compile what is not compiled yet, now and not in a step."""
@@ -106,10 +119,13 @@ class Pilot:
                 warm_up(self._hook.device)
 
     def _start_over(self) -> None:
-        self._step = 0
+        self._step = self._waited = self._tick = 0
+        self._on_trial = False
         self._aside: list[tuple[Bucket, Tensor]] = []
         self._trial: Trial | None = None
-        self._plan: deque[str] = deque()
+        self._plan: deque[tuple[str, bool]] = deque()
+        """The steps to come: whose they are, and whether they count."""
+        self._counts = False
         self._times: dict[str, list[float]] = {}
         self._recent: list[float] = []
         self._began: float | None = None
@@ -119,6 +135,10 @@ class Pilot:
     def on_step(self) -> None:
         """A step begins: note how long the one before took, and do what is due."""
         self._note_time()
+        self._tick = next(_ticks)
+        if self._step == WARM_STEPS:
+            self._on_trial = self._is_free()
+            self._step -= not self._on_trial
         if self._step == WARM_STEPS + 1:
             self._weigh()
         if self._trial is not None:
@@ -135,10 +155,17 @@ class Pilot:
 
     # -- the phases --------------------------------------------------------------------------------------------
 
+    def _is_free(self) -> bool:
+        """No other model of this process is on trial, on any rank: each would time the other's steps with its own."""
+        others = [pilot for pilot in _pilots if pilot._on_trial and self._tick - pilot._tick <= IDLE]
+        (waiting,) = self._slowest([float(bool(others))])
+        self._waited += 1
+        return not waiting or self._waited > PATIENCE
+
     def _note_time(self) -> None:
         if self._began is not None:
             self._recent.append(self._clock() - self._began)
-            if self._trial is not None:
+            if self._trial is not None and self._counts:
                 self._times.setdefault(str(self._hook.exchange), []).append(self._recent[-1])
 
     def _weigh(self) -> None:
@@ -148,7 +175,11 @@ class Pilot:
             return
         exact = [values.double() for _, values in self._aside]
         self._hook.run(lambda comm: _mean_all_(comm, exact))
-        total = sum(float(mean.square().sum()) for mean in exact) ** 0.5
+        total = math.sqrt(sum(float(mean.square().sum()) for mean in exact))
+        if not 0.0 < total < math.inf:  # a step that AMP skips, say: try the next one
+            self._aside.clear()
+            self._step = WARM_STEPS
+            return
         self._errors = {spec: self._error(spec, exact, total) for spec in self.settings.specs}
         self._aside.clear()
         taking_part = self._candidates()
@@ -172,7 +203,7 @@ class Pilot:
             trial = values.clone()
             self._hook.try_out(dataclasses.replace(bucket, flat=trial))
             lost += float((trial.double() - mean).square().sum())
-        return lost**0.5 / total if total else 0.0
+        return math.sqrt(lost) / total
 
     def _take_turns(self, trial: Trial) -> None:
         if not self._plan and self._times:
@@ -181,14 +212,30 @@ class Pilot:
                 self._decide(trial)
                 return
         if not self._plan:
-            self._plan.extend(spec for spec in trial.left for _ in range(TURN_STEPS))
-        self._switch(self._plan.popleft())
+            self._plan_round(trial)
+        spec, self._counts = self._plan.popleft()
+        self._switch(spec)
+
+    def _plan_round(self, trial: Trial) -> None:
+        """In another order each time, the same on all ranks: what a script does every few steps must hit nobody more.
+
+        The first step of all touches new memory, and does not count.
+        """
+        chance = random.Random(self._step)
+        steps = [spec for _ in range(TURN_STEPS) for spec in chance.sample(trial.left, len(trial.left))]
+        if trial.rounds == 0:
+            self._plan.extend((spec, False) for spec in trial.left)
+        before = str(self._hook.exchange) if trial.rounds else trial.left[-1]
+        for last, spec in zip([before, *steps], steps, strict=False):
+            if last != spec and self._exchanges[last].takes_residual:  # this step pays what feedback owes
+                self._plan.append((spec, False))
+            self._plan.append((spec, True))
 
     def _end_round(self, trial: Trial) -> None:
-        """All have had a turn; its first step does not count. All ranks go on with the same times."""
-        slowest = self._slowest([value for times in self._times.values() for value in times[1:]])
-        starts = range(0, len(slowest), TURN_STEPS - 1)
-        trial.add({spec: slowest[at : at + starts.step] for spec, at in zip(self._times, starts, strict=True)})
+        """All have had their steps. All ranks go on with the same times."""
+        slowest = self._slowest([value for times in self._times.values() for value in times])
+        starts = range(0, len(slowest), TURN_STEPS)
+        trial.add({spec: slowest[at : at + TURN_STEPS] for spec, at in zip(self._times, starts, strict=True)})
         self._times = {}
 
     def _decide(self, trial: Trial) -> None:
@@ -202,7 +249,7 @@ class Pilot:
 
     def _settle(self, spec: str, reason: str) -> None:
         self._switch(spec)
-        self._chosen, self.reason = spec, f"{spec}: {reason}"
+        self._chosen, self.reason, self._on_trial = spec, f"{spec}: {reason}", False
         self._times, self._recent, self._expected = {}, [], 0.0
         log.info("auto, after %d steps: %s", self._hook.steps, self.reason)
 
@@ -224,7 +271,8 @@ class Pilot:
 
     def _switch(self, spec: str) -> None:
         if str(self._hook.exchange) != spec:
-            self._hook.go_on_with(exchange(spec))
+            self._hook.go_on_with(self._exchanges[spec], agreed=spec in self._agreed)
+            self._agreed.add(spec)
 
     def _slowest(self, times: Sequence[float]) -> list[float]:
         mine = torch.tensor(times, dtype=torch.float64, device=self._hook.device)

@@ -1,9 +1,10 @@
-"""A trial: candidates take turns of a few steps, until it is clear which is fastest.
+"""A trial: candidates take turns, until it is clear which is fastest.
 
-Turns follow one another within seconds, so a slow minute of the machine hits all candidates alike: what counts is a
-candidate's turn against the leader's turn of the same round. A turn counts for its fastest step, as what disturbs a
-step only makes it slower. How much the rounds disagree says how far the outcome is to be trusted, and the trial goes
-on until it is, within limits.
+In a round each takes a few steps, one after another's, so a slow moment of the machine hits neighbours alike: what
+counts is a candidate's step against another's next to it. The largest and the smallest of these gaps are left out: one
+of the two steps was disturbed, or had a short last batch. How much the others disagree says how far their mean is to
+be trusted, and the trial goes on until it is, within limits. A long one costs little: those that are left in it are
+nearly as fast as the fastest.
 """
 
 from __future__ import annotations
@@ -12,47 +13,53 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
-LEAST_ROUNDS, MOST_ROUNDS = 4, 16
-NEAR, FAR = 1.03, 1.25
-"""As fast as the fastest; out after a turn."""
+LEAST_ROUNDS, MOST_ROUNDS = 6, 48
+NEAR, FAR, VERY_FAR = 1.03, 1.25, 2.5
+"""As fast as the fastest; so much slower that two rounds are enough to tell, or one."""
+SURE = 1.5
+"""Standard errors."""
+TRIMMED = 0.2
+"""The part of the gaps that is left out at each end."""
 
 
 class Trial:
     """What is known so far. Rounds are added until it `is_over`."""
 
-    def __init__(self, errors: Mapping[str, float], *, everyone: bool = False) -> None:
+    def __init__(self, errors: Mapping[str, float], *, survey: int | None = None) -> None:
         """`errors` are the candidates'; of those that are as fast, the most exact is picked.
 
-        With `everyone` nobody drops out, and it is over after `LEAST_ROUNDS`.
+        With `survey` nobody drops out, and it is over after so many rounds.
         """
         self.left = list(errors)
         """Who is still to take turns."""
         self.step_s: dict[str, list[float]] = {spec: [] for spec in errors}
-        """Of all steps, for those who want to show them."""
-        self._errors, self._everyone = errors, everyone
-        self._best: dict[str, list[float]] = {spec: [] for spec in errors}
-        """The logarithm of each turn's fastest step."""
+        """All steps so far."""
+        self.rounds = 0
+        self._errors, self._survey = errors, survey
 
     def add(self, steps_s: Mapping[str, Sequence[float]]) -> None:
-        """A round: the steps of each candidate that was left. Those that are behind drop out."""
+        """A round: the steps of each candidate that was left, as many for each. Those that are behind drop out."""
         for spec, times in steps_s.items():
             self.step_s[spec] += times
-            self._best[spec].append(math.log(min(times)))
-        if not self._everyone:
+        self.rounds += 1
+        if self._survey is None:
             self._drop()
 
     @property
     def is_over(self) -> bool:
-        """One is left, or the most exact of those left is as fast as the fastest, or it is time."""
-        if len(self.left) == 1 or self._rounds >= MOST_ROUNDS:
-            return True
-        gap, error = self._behind(min(self.left, key=self._rank))
-        return self._rounds >= LEAST_ROUNDS and (self._everyone or gap + error <= math.log(NEAR))
+        """One is left, or nobody left is likely to be faster than the most exact of them, or it is time."""
+        if self._survey is not None:
+            return self.rounds >= self._survey
+        exact = min(self.left, key=self._errors.__getitem__)
+        within = [gap + SURE * error <= math.log(NEAR) for gap, error in (self._gap(exact, spec) for spec in self.left)]
+        return len(self.left) == 1 or self.rounds >= MOST_ROUNDS or (self.rounds >= LEAST_ROUNDS and all(within))
 
     @property
     def pick(self) -> str:
         """The most exact of the fastest."""
-        return min((spec for spec in self.left if self._behind(spec)[0] <= math.log(NEAR)), key=self._rank)
+        leader = self._leader
+        near = [spec for spec in self.left if self._gap(spec, leader)[0] <= math.log(NEAR)]
+        return min(near, key=self._errors.__getitem__)
 
     @property
     def medians(self) -> dict[str, float]:
@@ -62,34 +69,30 @@ class Trial:
     @property
     def times_s(self) -> dict[str, float]:
         """Seconds a step, had all taken all turns: the leader's median, and how far the others are behind it."""
-        base = statistics.median(self.step_s[self._leader])
-        return {spec: base * math.exp(self._behind(spec)[0]) for spec in self._best}
-
-    def _drop(self) -> None:
-        fastest = min(min(self._best[spec]) for spec in self.left)
-        self.left = [spec for spec in self.left if min(self._best[spec]) <= fastest + math.log(FAR)]
-        if self._rounds >= LEAST_ROUNDS:
-            leader = self._leader  # who leads does not drop out
-            self.left = [spec for spec in self.left if spec == leader or self._may_be_near(spec)]
-
-    @property
-    def _rounds(self) -> int:
-        return max(map(len, self._best.values()))
+        leader = self._leader
+        base = statistics.median(self.step_s[leader])
+        return {spec: base * math.exp(self._gap(spec, leader)[0]) for spec in self.step_s}
 
     @property
     def _leader(self) -> str:
-        return min(self.left, key=lambda spec: statistics.fmean(self._best[spec]))
+        return min(self.left, key=lambda spec: self._gap(spec, self.left[0])[0])
 
-    def _rank(self, spec: str) -> tuple[float, float]:
-        return self._errors[spec], statistics.fmean(self._best[spec])
+    def _drop(self) -> None:
+        limit = math.log(NEAR if self.rounds >= LEAST_ROUNDS else FAR if self.rounds > 1 else VERY_FAR)
+        leader = self._leader
+        gaps = {spec: self._gap(spec, leader) for spec in self.left}
+        self.left = [spec for spec, (gap, error) in gaps.items() if gap - SURE * error <= limit]
 
-    def _behind(self, spec: str) -> tuple[float, float]:
-        """By how much, as a logarithm, over the rounds that it took part in; and the standard error of that."""
-        pairs = zip(self._best[spec], self._best[self._leader], strict=False)
-        gaps = [mine - leaders for mine, leaders in pairs]
-        error = statistics.stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 1 else 0.0
-        return statistics.fmean(gaps), error
+    def _gap(self, spec: str, other: str) -> tuple[float, float]:
+        """How far behind, as a logarithm, over the rounds that both took part in; and the standard error of that."""
+        pairs = zip(self.step_s[spec], self.step_s[other], strict=False)
+        return trimmed_mean([math.log(mine / theirs) for mine, theirs in pairs])
 
-    def _may_be_near(self, spec: str) -> bool:
-        gap, error = self._behind(spec)
-        return gap - error <= math.log(NEAR)
+
+def trimmed_mean(values: Sequence[float]) -> tuple[float, float]:
+    """Without the outermost fifth at each end; and its standard error, for which these count as the outermost left."""
+    count, cut = len(values), int(TRIMMED * len(values))
+    inner = sorted(values)[cut : count - cut]
+    pulled_in = [min(max(value, inner[0]), inner[-1]) for value in values]
+    deviation = statistics.stdev(pulled_in) if count > 1 else 0.0
+    return statistics.fmean(inner), deviation * math.sqrt(count) / len(inner)
