@@ -28,6 +28,7 @@ from gradwire.policies.auto import Pilot, auto
 from gradwire.rebucket import BUCKETS, check_bucket_mb, rebucket
 from gradwire.runner import LaneRunner, Runner
 from gradwire.stream import StreamRunner
+from gradwire.uncopied import Uncopied
 
 log = logging.getLogger("gradwire")
 
@@ -130,7 +131,7 @@ def gradwire_hook(state: "_Carried", bucket: GradBucket) -> torch.futures.Future
     return state.average(bucket)
 
 
-class _Carried:
+class _Carried(Uncopied):
     """The state DDP carries: the hook, and a weak reference to the model, so that both can be collected."""
 
     def __init__(self, hook: Hook, model: DistributedDataParallel, group: dist.ProcessGroup) -> None:
@@ -158,18 +159,7 @@ class _Carried:
 
     def _watch_join(self, model: DistributedDataParallel) -> None:
         """A rank that has run out of inputs shadows the others' buckets with zeros: know when."""
-        carried, model_ref = weakref.ref(self), self._model
-
-        def shadow() -> None:
-            state, ddp = carried(), model_ref()
-            if state is not None and ddp is not None:
-                state._live = False
-                try:
-                    type(ddp)._match_all_reduce_for_bwd_pass(ddp)
-                finally:
-                    state._live = True
-
-        setattr(model, "_match_all_reduce_for_bwd_pass", shadow)  # noqa: B010 - mypy, methods are not attributes
+        setattr(model, "_match_all_reduce_for_bwd_pass", _Shadow(self, model))  # noqa: B010 - mypy, no attribute
 
     def _count_live(self) -> Callable[[], float] | None:
         """Under `Join(divide_by_initial_world_size=False)`: the factor from a mean over all to one over live ranks."""
@@ -181,6 +171,22 @@ class _Carried:
         live = torch.tensor([float(self._live)], device=self.hook.device)
         counted = self.hook.runner.submit([lambda comm: _sum_(comm, live)], live, lambda *_: None)
         return lambda: self.hook.size / max(float(counted.wait()), 1.0)
+
+
+class _Shadow(Uncopied):
+    """What DDP calls for a step of the others when this rank has run out of inputs."""
+
+    def __init__(self, carried: _Carried, model: DistributedDataParallel) -> None:
+        self._carried, self._model = weakref.ref(carried), weakref.ref(model)
+
+    def __call__(self) -> None:
+        state, ddp = self._carried(), self._model()
+        if state is not None and ddp is not None:
+            state._live = False
+            try:
+                type(ddp)._match_all_reduce_for_bwd_pass(ddp)
+            finally:
+                state._live = True
 
 
 def _sum_(comm: Comm, values: Tensor) -> None:

@@ -210,8 +210,10 @@ def is_last_comes_once_and_last(ranks: Ranks) -> None:
 def auto_picks_one_for_all(ranks: Ranks) -> None:
     model = ranks.wrap(seeded(models.Deep, 3), bucket_cap_mb=0.002)
     hook = ranks.register(model, "auto", hooks="bf16;int8", max_error=0.05)
-    for step in range(WARM_STEPS + 3 + 3 * MOST_ROUNDS * TURN_STEPS):  # if none of the three drops out early
+    for step in range(WARM_STEPS + 3 + 3 * (1 + MOST_ROUNDS * TURN_STEPS)):  # if none of the three drops out early
         model(batch(ranks.rank, step)).sum().backward()
+        if hook.stats().reason != "measuring":
+            break
     picked: list[str] = [""] * ranks.size
     dist.all_gather_object(picked, f"{hook.exchange} {hook.stats().reason}", group=ranks.group)
     assert len(set(picked)) == 1, picked
