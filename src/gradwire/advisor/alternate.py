@@ -29,11 +29,14 @@ from gradwire.ddp import make_hook
 from gradwire.errors import RegisterError
 from gradwire.exchanges import Exact
 from gradwire.stream import new_future
+from gradwire.uncopied import Uncopied
 
 ORDER = (True, False, False, True)
-"""Whether a step communicates, over and over: a machine that grows slower does so for both kinds alike."""
+"""Whether a step of a round communicates: a machine that grows slower does so for both kinds alike."""
 WARM_UP = 6
 """Steps before the first timed one: DDP cuts its buckets anew, memory is first touched, caches fill."""
+LET_GO_S = 5.0
+"""How long a thread of the backend may hold a tensor after its collective has ended: microseconds, on a free core."""
 
 Mean = Callable[[Any], Future[Tensor]]
 
@@ -50,6 +53,16 @@ class Backward(NamedTuple):
 UNSEEN = Backward(0.0, {})
 
 Publish = Callable[[list[float], Backward], None]
+
+
+def communicates(at: int) -> bool:
+    """Whether the timed step with this number does.
+
+    Every other round, and every other pair of rounds, and so on, is the other way round: what a script does every 2, 4
+    or 8 steps, such as stepping an optimizer after some backward passes, hits both kinds alike.
+    """
+    turned, place = divmod(at, len(ORDER))
+    return ORDER[place] != (turned.bit_count() % 2 == 1)
 
 
 class Clock:
@@ -80,7 +93,7 @@ class Clock:
             self._times.append(took_s)
             self._agree(group, device)
         done = len(self._times)
-        self.communicates = self._begun < WARM_UP or done == self._steps or ORDER[done % len(ORDER)]
+        self.communicates = self._begun < WARM_UP or done == self._steps or communicates(done)
         self._begun += 1
         self._came_s = None if self.communicates else {}
         self._stopped_s, self._since_s = 0.0, now(device)
@@ -112,7 +125,7 @@ class Clock:
             self._publish(self._times, passes[len(passes) // 2] if passes else UNSEEN)
 
 
-class Alternating:
+class Alternating(Uncopied):
     """The state of the hook of one model."""
 
     def __init__(self, model: DistributedDataParallel, clock: Clock, link: str | None) -> None:
@@ -124,6 +137,9 @@ class Alternating:
         self._last_index = -1
         self._communicates = True
         self._aside: list[tuple[Any, Future[Tensor]]] = []
+        self._sent: list[weakref.ref[Tensor]] = []
+        """What collectives work at, or have just ended with: aliases of buckets, held by nobody else."""
+        weakref.finalize(self, _wait_let_go, self._sent)
         if self._device.type == "cpu":  # elsewhere a look at the clock would hold up the device
             for param in self._names:
                 if param.requires_grad:
@@ -168,12 +184,13 @@ class Alternating:
         """
         flat = bucket.flat
         flat.mul_(1.0 / self._group.size())
-        work = dist.all_reduce(flat, group=self._group, async_op=True)
-        assert work is not None
         if self._device.type != "cpu":
+            work = dist.all_reduce(flat, group=self._group, async_op=True)
+            assert work is not None
             return cast(Future[Tensor], work.get_future().then(lambda _: flat))
-        future = new_future(self._device)
-        self._waiter.submit(_settle, work, flat, future)
+        sent, future = flat.detach(), new_future(self._device)
+        self._sent[:] = [each for each in self._sent if each() is not None] + [weakref.ref(sent)]
+        self._waiter.submit(_settle, dist.all_reduce(sent, group=self._group, async_op=True), flat, future)
         return future
 
     def _emulated(self, link: str) -> Mean:
@@ -192,7 +209,7 @@ class Alternating:
             )
 
 
-def _settle(work: dist.Work, flat: Tensor, future: Future[Tensor]) -> None:
+def _settle(work: Any, flat: Tensor, future: Future[Tensor]) -> None:
     """Answer when the collective is through.
 
     In a thread that Python waits for at its end: a callback on the collective's own future runs in one of the backend,
@@ -204,6 +221,13 @@ def _settle(work: dist.Work, flat: Tensor, future: Future[Tensor]) -> None:
         future.set_exception(error)  # type: ignore[arg-type]  # as torch has it in its stubs
     else:
         future.set_result(flat)
+
+
+def _wait_let_go(sent: list[weakref.ref[Tensor]]) -> None:
+    """At the end of the process: the thread of the backend that lets go of a tensor needs the interpreter for it."""
+    until_s = time.monotonic() + LET_GO_S
+    while any(each() is not None for each in sent) and time.monotonic() < until_s:
+        time.sleep(0.001)
 
 
 def alternating_hook(state: Alternating, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import os
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,16 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.advisor.alternate import ORDER, UNSEEN, WARM_UP, Alternating, Backward, Clock, alternating_hook
+from gradwire.advisor.alternate import (
+    ORDER,
+    UNSEEN,
+    WARM_UP,
+    Alternating,
+    Backward,
+    Clock,
+    alternating_hook,
+    communicates,
+)
 from gradwire.advisor.link import Link
 from gradwire.errors import RegisterError, SpecError
 from gradwire.launch import Plan, Script, ScriptFailed, follow
@@ -22,7 +32,7 @@ from gradwire.launch.plan import new_plan
 STEPS = 80
 BOUND = 0.10
 """Less exposed communication than this part of a step, and the network is not what holds a run back."""
-MIN_ROUNDS = 2
+MIN_ROUNDS, SURE_ROUNDS = 2, 4
 EXTRA_STEPS = 2
 """The built-in script takes so many more than are timed: a step ends when the next begins."""
 ONE_RANK = "there is no communication to measure; take --nproc 2 or more"
@@ -53,15 +63,13 @@ class Headroom:
 
     @property
     def exposed(self) -> float:
-        """The same as a part of the step with communication."""
-        return self.exposed_s / statistics.median(self.with_s)
+        """The same as a part of the round's steps with communication."""
+        return statistics.median(self._parts())
 
     @property
     def exposed_between(self) -> tuple[float, float]:
-        """A 95% interval around it."""
-        step_s = statistics.median(self.with_s)
-        low_s, high_s = median_interval(self._differences())
-        return low_s / step_s, high_s / step_s
+        """A 95% interval around it; of fewer than six rounds all that was seen, which is less sure."""
+        return median_interval(self._parts())
 
     @property
     def ceiling(self) -> float:
@@ -75,9 +83,9 @@ class Headroom:
 
     @property
     def is_certain(self) -> bool:
-        """Whether the interval lies on one side of BOUND."""
+        """Whether there are rounds enough, and the interval lies on one side of BOUND."""
         low, high = self.exposed_between
-        return (low >= BOUND) == (high >= BOUND)
+        return len(self._rounds()) >= SURE_ROUNDS and (low >= BOUND) == (high >= BOUND)
 
     def verdict(self) -> str:
         """In a sentence or two."""
@@ -93,7 +101,8 @@ class Headroom:
             )
         if self.is_certain:
             return text
-        return f"{text} The steps vary too much to be sure: measure more of them with --steps {2 * self.wanted_steps}."
+        why = "vary too much" if len(self._rounds()) >= SURE_ROUNDS else "are too few"
+        return f"{text} The steps {why} to be sure: measure more of them with --steps {2 * self.wanted_steps}."
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, for JSON."""
@@ -112,10 +121,20 @@ class Headroom:
         }
 
     def _differences(self) -> list[float]:
-        """Of each round: two steps with less two steps without, by step."""
-        pairs = (statistics.mean(self.with_s[at : at + 2]) for at in range(0, len(self.with_s), 2))
-        others = (statistics.mean(self.without_s[at : at + 2]) for at in range(0, len(self.without_s), 2))
-        return [one - other for one, other in zip(pairs, others, strict=True)]
+        return [with_s - without_s for with_s, without_s in self._rounds()]
+
+    def _parts(self) -> list[float]:
+        return [1 - without_s / with_s for with_s, without_s in self._rounds()]
+
+    def _rounds(self) -> list[tuple[float, float]]:
+        """The mean of the steps with communication, and of those without.
+
+        If there are enough, of two rounds together, of which one is the other way round (`communicates`).
+        """
+        each = 4 if len(self.with_s) >= 4 * SURE_ROUNDS else 2
+        starts = range(0, len(self.with_s) // each * each, each)
+        means = ([statistics.mean(times[at : at + each]) for at in starts] for times in (self.with_s, self.without_s))
+        return list(zip(*means, strict=True))
 
 
 def headroom(
@@ -127,11 +146,13 @@ def headroom(
     torchrun: Sequence[str] = (),
     stop: bool = False,
     report: Callable[[float, str], None] = lambda part, doing: None,
+    tell: Callable[[Headroom], None] | None = None,
 ) -> Headroom | None:
     """Time `steps` steps of a script, by default of the built-in GPT on 2 ranks, while it trains as ever.
 
     With `stop` the script is ended as soon as that is done. `nproc` and `torchrun` say how ranks are started; inside a
-    launcher the script runs in this process, and all ranks but the first return None. `report` is told the part done.
+    launcher the script runs in this process, and all ranks but the first return None. `report` is told the part done,
+    and `tell` the result as soon as there is one, whatever becomes of the script then; not inside a launcher.
     SpecError before anything starts for what cannot be measured, such as one rank.
     """
     if steps < MIN_ROUNDS * len(ORDER):
@@ -140,18 +161,29 @@ def headroom(
         raise SpecError(f"nproc is 1: {ONE_RANK}")
     job = {"steps": steps, "link": None if link is None else str(Link.parse(link))}
     if script is None:
-        nproc = 2 if nproc is None else nproc
+        nproc = local_ranks(nproc)
         script = Script("gradwire.advisor.builtin", (str(WARM_UP + steps + len(ORDER) + EXTRA_STEPS),), module=True)
 
+    told: list[bool] = []
     with new_plan("headroom", "gradwire.advisor.headroom:timed", job) as plan:
 
         def enough() -> bool:
-            done = max((len(note["times"]) for note in plan.notes("times")), default=0)
+            notes = plan.notes("times")
+            done = len((_first(notes) or max(notes, key=_steps, default={"times": []}))["times"])
             report(min(done / steps, 1.0), f"step {done} of {steps}" if done else "warming up")
+            if tell is not None and not told and done >= steps:
+                told.append(True)
+                if (found := _result(plan)) is not None:
+                    tell(found)
             return stop and done >= steps
 
         follow(plan, script, nproc, torchrun, enough=enough)
         return _result(plan)
+
+
+def local_ranks(nproc: int | None) -> int | None:
+    """Of the built-in script: 2, unless a launcher has started this process as a rank already."""
+    return 2 if nproc is None and "RANK" not in os.environ else nproc
 
 
 def _has_nodes(torchrun: Sequence[str]) -> bool:
@@ -181,18 +213,27 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
     return ordered[skip], ordered[count - 1 - skip]
 
 
+def _first(notes: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """Rank 0's, of the model that it has timed most steps of."""
+    return max((note for note in notes if note["rank"] == 0), key=_steps, default=None)
+
+
+def _steps(note: dict[str, Any]) -> int:
+    return len(note["times"])
+
+
 def _result(plan: Plan) -> Headroom | None:
     notes = plan.notes("times")
     if not notes:
         raise ScriptFailed("the script ended, but it never built a torch.nn.parallel.DistributedDataParallel")
-    first = max((note for note in notes if note["rank"] == 0), key=lambda note: len(note["times"]), default=None)
+    first = _first(notes)
     if first is None:  # it runs elsewhere, and tells there
         return None
     times, ranks = first["times"], first["ranks"]
     if len(times) < MIN_ROUNDS * len(ORDER):
         need = WARM_UP + MIN_ROUNDS * len(ORDER) + 1
         raise ScriptFailed(f"the script trained too few steps to say anything: let it train at least {need}")
-    kinds = [ORDER[at % len(ORDER)] for at in range(len(times))]
+    kinds = [communicates(at) for at in range(len(times))]
     return Headroom(
         with_s=tuple(time_s for time_s, kind in zip(times, kinds, strict=True) if kind),
         without_s=tuple(time_s for time_s, kind in zip(times, kinds, strict=True) if not kind),

@@ -12,7 +12,9 @@ from typing import Any
 
 from gradwire.advisor.headroom import STEPS, Headroom, headroom
 from gradwire.bench.progress import Lines, progress
-from gradwire.cli.script import add_script, ranks_of, script_of
+from gradwire.cli.script import add_script, ranks_of, results, script_of
+from gradwire.errors import SpecError
+from gradwire.launch.follow import is_rank
 
 EXAMPLES = """\
 examples:
@@ -46,11 +48,23 @@ def add(verbs: Any, line: str) -> None:
 def run(args: argparse.Namespace) -> None:
     """Do it."""
     script, ranks = script_of(args) if args.script else None, ranks_of(args)
+    if args.stop and is_rank(**ranks):
+        raise SpecError("--stop ends ranks that gradwire starts (--nproc N); here a launcher has started them")
     title = "gradwire headroom"  # a bar would fight with what the script prints
-    with progress(sys.stderr, title) if script is None else nullcontext(Lines(sys.stderr, title).show) as report:
-        found = headroom(script, steps=args.steps, link=args.link, stop=args.stop, report=report, **ranks)
-    if found is not None:
-        print(json.dumps(found.as_dict(), indent=2) if args.json else to_text(found), flush=True)
+    told: list[Headroom] = []
+    with (
+        results(alone=args.json and script is not None) as out,
+        progress(sys.stderr, title) if script is None else nullcontext(Lines(sys.stderr, title).show) as report,
+    ):
+
+        def tell(found: Headroom) -> None:
+            told.append(found)
+            print(json.dumps(found.as_dict(), indent=2) if args.json else to_text(found), file=out, flush=True)
+
+        options = {"steps": args.steps, "link": args.link, "stop": args.stop, "report": report}
+        found = headroom(script, tell=None if script is None else tell, **options, **ranks)
+        if found is not None and not told:
+            tell(found)
 
 
 def to_text(found: Headroom) -> str:

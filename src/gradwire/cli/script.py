@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any, TextIO
 
 from gradwire.launch.script import Script
 
@@ -38,6 +42,11 @@ def add_script(parser: argparse.ArgumentParser, *, required: bool) -> None:
     )
     for option, value in TORCHRUN.items():
         group.add_argument(option, metavar=value)
+    group.add_argument("--standalone", action="store_true", help="one machine, and torchrun all the same")
+    for option in ("--nproc-per-node", *TORCHRUN):  # torchrun takes both spellings
+        if (other := f"--{option[2:].replace('-', '_')}") != option:
+            dest = "nproc" if option == "--nproc-per-node" else other[2:]
+            parser.add_argument(other, dest=dest, type=int if dest == "nproc" else str, help=argparse.SUPPRESS)
     parser.add_argument("script", nargs=None if required else "?", help="a Python file that trains with DDP")
     rest = parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
     rest.required = False  # else argparse asks for them where the script is missing
@@ -52,4 +61,22 @@ def ranks_of(args: argparse.Namespace) -> dict[str, Any]:
     """How to start its ranks, as `launch` takes it."""
     given = ((option, getattr(args, option[2:].replace("-", "_"))) for option in TORCHRUN)
     torchrun = [f"{option}={value}" for option, value in given if value is not None]
-    return {"nproc": args.nproc, "torchrun": torchrun}
+    return {"nproc": args.nproc, "torchrun": [*torchrun, *(["--standalone"] if args.standalone else [])]}
+
+
+@contextlib.contextmanager
+def results(*, alone: bool) -> Iterator[TextIO]:
+    """Where results go. With `alone` nothing else does: what the script prints goes to stderr."""
+    if not alone:
+        yield sys.stdout
+        return
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with open(os.dup(kept), "w", encoding="utf-8") as out:
+            yield out
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
