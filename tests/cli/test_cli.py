@@ -85,6 +85,19 @@ def test_no_verb_starts_many_ranks_on_a_few_cores(monkeypatch, tmp_path, capsys,
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    "words",
+    [("advise", "--report", "train.py"), ("demo", "--report", "train.py"), ("report", "train.py", "--out", "train.py")],
+)
+def test_no_report_takes_the_place_of_a_script(monkeypatch, tmp_path, capsys, words):
+    monkeypatch.chdir(tmp_path)
+    script = Path("train.py")
+    script.write_text("print('train')")
+    assert main(words) == 2
+    assert "train.py is there and is no page, so it is not overwritten" in capsys.readouterr().err
+    assert script.read_text() == "print('train')"
+
+
 WITHOUT_TORCH = """
 import sys
 from gradwire.cli import main

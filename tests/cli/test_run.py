@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 """
 
 TRAIN = """
+import copy, io
 import helper
 dist.init_process_group("gloo")
 class Mine(DistributedDataParallel): pass
@@ -31,6 +32,13 @@ models[1](torch.randn(2, 8)).sum().backward()
 if dist.get_rank() == 0:
     hooks = [str(model._comm_hooks[0][1].hook.exchange) for model in models]
     print(__name__, sys.argv[1:], dist.get_world_size(), os.environ["LOCAL_RANK"], helper.NAME, *hooks)
+assert os.path.isabs(__file__)
+copied, file = copy.deepcopy(models[0]), io.BytesIO()
+torch.save(copied, file)
+file.seek(0)
+saved = torch.load(file, weights_only=False)
+for model in (copied, saved):
+    model(torch.randn(2, 64)).sum().backward()
 dist.destroy_process_group()
 """
 
@@ -97,7 +105,15 @@ def run(capfd):
 
 
 def test_every_model_of_a_script_gets_the_hook(tmp_path, run):
-    words = ("--hook", "fp16:accumulate=wire", "--json", "--nproc", "2", script(tmp_path, TRAIN), "--json", "--nproc=9")
+    words = (
+        "--hook",
+        "fp16:accumulate=wire",
+        "--json",
+        "--nproc_per_node=2",
+        script(tmp_path, TRAIN),
+        "--json",
+        "--nproc=9",
+    )
     code, out, err = run(*words)
     assert (code, err) == (0, "")
     printed, told = out.splitlines()

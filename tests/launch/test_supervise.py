@@ -59,6 +59,13 @@ def test_the_error_that_is_no_echo_is_told(plan):
         supervise(ranks("raise SystemExit(1)"), plan)
 
 
+def test_a_rank_that_dies_without_a_word_is_told_before_the_echoes_of_it(plan):
+    note(plan, 0, "another rank failed", echo=True, time_s=1)
+    with pytest.raises(ScriptFailed) as caught:
+        supervise(ranks("raise SystemExit(1)", "import os; os.kill(os.getpid(), 9)"), plan)
+    assert (str(caught.value), caught.value.exit_code) == ("rank 1 was killed by SIGKILL", 137)
+
+
 def test_a_traceback_that_a_process_has_shown_itself_is_not_repeated(plan):
     note(plan, 1, "Traceback:\n  a line\nValueError: no", echo=False, time_s=1, shown=True)
     with pytest.raises(ScriptFailed, match=r"^rank 1 failed, see above: ValueError: no$"):

@@ -18,9 +18,9 @@ from gradwire.advisor.page import to_page
 from gradwire.bench.progress import Lines, progress
 from gradwire.cli.headroom import WIDTH
 from gradwire.cli.headroom import to_text as headroom_text
-from gradwire.cli.script import add_script, ranks_of, script_of
+from gradwire.cli.script import add_script, ranks_of, results, script_of
 from gradwire.errors import SpecError
-from gradwire.report.write import check_writable, save
+from gradwire.report.write import check_page, save
 
 EXAMPLES = """\
 examples:
@@ -61,8 +61,11 @@ def run(args: argparse.Namespace) -> None:
     script, ranks = script_of(args) if args.script else None, ranks_of(args)
     title = "gradwire advise"
     if args.report is not None:
-        check_writable(args.report)
-    with progress(sys.stderr, title) if script is None else nullcontext(Lines(sys.stderr, title).show) as report:
+        check_page(args.report)
+    with (
+        results(alone=args.json and script is not None),
+        progress(sys.stderr, title) if script is None else nullcontext(Lines(sys.stderr, title).show) as report,
+    ):
         found = advise(
             script,
             hooks=args.hooks,

@@ -17,7 +17,7 @@ from gradwire.cli.headroom import WIDTH
 from gradwire.cli.headroom import to_text as headroom_text
 from gradwire.report.columns import COLUMNS, name, notes
 from gradwire.report.summary import Group
-from gradwire.report.write import check_writable, save
+from gradwire.report.write import check_page, save
 
 LINK = "1gbit"
 STEPS = 40
@@ -64,7 +64,7 @@ def add(verbs: Any, line: str) -> None:
 def run(args: argparse.Namespace) -> None:
     """Do it."""
     settings = Settings(nproc=args.nproc, steps=args.steps, seed=args.seed)
-    check_writable(args.report)
+    check_page(args.report)
     with progress(sys.stderr, "gradwire demo") as report:
         found = demo(args.hooks, args.link, settings, report)
     save(args.report, found.to_html())

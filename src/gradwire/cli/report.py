@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gradwire.report.write import PAGE, STDOUT, check_writable, report
+from gradwire.report.write import PAGE, STDOUT, check_page, check_writable, report
 
 EXAMPLES = """\
 examples:
@@ -41,5 +41,5 @@ def add(verbs: Any, line: str) -> None:
 def run(args: argparse.Namespace) -> None:
     """Do it."""
     if args.out is not None and args.out != STDOUT:
-        check_writable(args.out)
+        check_page(args.out) if args.format == "html" else check_writable(args.out)
     report(args.records, args.out, kind=args.format, as_json=args.json, out=sys.stdout, err=sys.stderr)

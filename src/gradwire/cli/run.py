@@ -43,7 +43,8 @@ def run(args: argparse.Namespace) -> None:
     """Do it."""
     models = run_script(script_of(args), args.hook, link=args.link, **ranks_of(args))
     if args.json:
-        print(json.dumps({"models": models}), flush=True)
+        if models:  # on other ranks of a launcher there are none
+            print(json.dumps({"models": models}), flush=True)
         return
     for model in models:
         print(f"gradwire run: {_told(model)}", file=sys.stderr)

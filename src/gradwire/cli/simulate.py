@@ -19,7 +19,7 @@ from gradwire.bench.progress import progress
 from gradwire.errors import SpecError
 from gradwire.exchanges import EXCHANGES
 from gradwire.report.winners import latency_text, limit_text, link_text, to_html
-from gradwire.report.write import check_writable, save
+from gradwire.report.write import check_page, save
 
 EXAMPLES = """\
 examples:
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> None:
     )
     limits = list(dict.fromkeys(args.max_error))
     if args.report is not None:
-        check_writable(args.report)
+        check_page(args.report)
     with progress(sys.stderr, "gradwire simulate") as report:
         outlooks = simulate(args.hooks, scene, report=report)
     if args.report is not None:

@@ -7,6 +7,8 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch.distributed as dist
+
 from gradwire.launch.launch import launch
 from gradwire.launch.plan import Plan
 from gradwire.launch.script import Script, ScriptFailed, run_under
@@ -19,13 +21,20 @@ def follow(
     plan: Plan, script: Script, nproc: int | None, torchrun: Sequence[str], enough: Callable[[], bool] = lambda: False
 ) -> None:
     """Run a script under a plan: here, where a launcher has started this process as a rank, else in new processes."""
-    if "RANK" in os.environ and nproc is None and not torchrun:
+    if is_rank(nproc, torchrun):
         try:
             run_under(plan, script)
         except ScriptFailed as failed:
             raise _for_torchrun(plan, failed) from None
+        if dist.is_initialized():  # the script may be run once more
+            dist.destroy_process_group()
     else:
         launch(script, plan, nproc=nproc, torchrun=torchrun, enough=enough)
+
+
+def is_rank(nproc: int | None, torchrun: Sequence[str]) -> bool:
+    """Whether a launcher has started this process as a rank, and no others are asked for."""
+    return "RANK" in os.environ and nproc is None and not torchrun
 
 
 def _for_torchrun(plan: Plan, failed: ScriptFailed) -> ScriptFailed:

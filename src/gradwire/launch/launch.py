@@ -16,6 +16,11 @@ from gradwire.launch.script import Script, ScriptFailed
 from gradwire.launch.supervise import Command, supervise
 
 LOCALHOST = "127.0.0.1"
+MEANT_FOR_TORCHRUN = (
+    "environment variable RANK expected",
+    *(f"KeyError: '{name}'" for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")),
+)
+"""How scripts fail that look for what torchrun would have told them."""
 
 
 def launch(
@@ -41,7 +46,7 @@ def launch(
         supervise([Command("torchrun", [*words, *script.words()], env)], plan, enough)
         return
     env[PARENT] = str(os.getpid())
-    words = [*_python(), "-P", "-m", "gradwire.launch.rank", *script.words()]
+    words = [*_python(), "-u", "-P", "-m", "gradwire.launch.rank", *script.words()]  # -u as torchrun has it
     if nproc is None:
         with _hint_for_ranks():
             supervise([Command("the script", words, env)], plan, enough)
@@ -57,7 +62,7 @@ def _hint_for_ranks() -> Iterator[None]:
     try:
         yield
     except ScriptFailed as failed:
-        if "environment variable RANK expected" not in str(failed):
+        if not any(sign in str(failed) for sign in MEANT_FOR_TORCHRUN):
             raise
         hint = "The script expects to be started as a rank: say how many with --nproc N"
         raise ScriptFailed(f"{failed}\n{hint}", failed.exit_code) from None
@@ -89,4 +94,4 @@ def _rendezvous(nproc: int) -> Iterator[dict[str, str]]:
 def _python() -> list[str]:
     """This interpreter with its own flags, such as -W."""
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-    return [sys.executable, *(flag for flag in flags if flag != "-P")]
+    return [sys.executable, *(flag for flag in flags if flag not in ("-P", "-u"))]

@@ -59,7 +59,7 @@ class Script:
         if self.module:
             runpy.run_module(self.name, run_name="__main__", alter_sys=True)
         else:
-            runpy.run_path(self.name, run_name="__main__")
+            runpy.run_path(os.path.abspath(self.name), run_name="__main__")  # as __file__ is, when Python runs it
 
 
 def run_under(plan: Plan, script: Script) -> None:

@@ -77,10 +77,10 @@ def _failure(running: Sequence[subprocess.Popen[bytes]], commands: Sequence[Comm
         time.sleep(TICK_S)
     notes = sorted(plan.notes("failed"), key=lambda note: float(note["time_s"]))
     codes = {command.name: process.poll() or 0 for command, process in zip(commands, running, strict=True)}
-    if notes:
-        note = next(iter(_causes(plan)), notes[0])
-        return ScriptFailed(_tell(note))
-    name, code = next((name, code) for name, code in codes.items() if code)
+    silent = {name: code for name, code in codes.items() if code and name not in {note["who"] for note in notes}}
+    if notes and (_causes(plan) or not silent):
+        return ScriptFailed(_tell(next(iter(_causes(plan)), notes[0])))
+    name, code = next(iter(silent.items()))
     return ScriptFailed(f"{name} {_ended(code)}", code if code > 0 else 128 - code)
 
 
