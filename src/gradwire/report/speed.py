@@ -99,6 +99,7 @@ def _ratios(low: float, high: float, y: Scale) -> Markup:
 def _words(groups: Sequence[Group]) -> str:
     parts = []
     for group in groups:
-        ratios = ", ".join(f"{row.hook} {group.speed_up(row):.2f}x" for row in group.rows if row.hook != "exact")
-        parts.append(f"{link_name(group.link)}: {ratios}")
+        ratios = {row.hook: group.speed_up(row) for row in group.rows if row.hook != "exact"}
+        told = ", ".join(f"{hook} {ratio:.2f}x" for hook, ratio in ratios.items() if ratio is not None)
+        parts.append(f"{link_name(group.link)}: {told or 'without exact there is nothing to compare with'}")
     return "; ".join(parts) + "."

@@ -22,6 +22,8 @@ def report(records: Path, path: Path | None, *, kind: str, as_json: bool, out: T
     """Write the report to `path`; what to do, and where the page is, goes to `out` unless the report itself does."""
     if as_json and path == STDOUT:
         raise SpecError("--json and --out - both want stdout: give --out a file")
+    if path is not None and path.exists() and records.exists() and path.samefile(records):
+        raise SpecError(f"--out {path} would overwrite the records; name another file, such as {PAGE}")
     held = read(records)
     if held.torn:
         err.write(f"gradwire report: {held.torn_text(records)}\n")
@@ -81,6 +83,13 @@ def check_writable(path: Path) -> None:
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         why = "no permission" if path.parent.is_dir() else f"there is no folder {path.parent}"
         raise SpecError(f"cannot write {path}: {why}")
+
+
+def check_page(path: Path) -> None:
+    """The same, and SpecError for a file that is no page: a script, say, that was meant to be run."""
+    check_writable(path)
+    if path.is_file() and path.stat().st_size and not path.read_bytes()[:20].lower().startswith(b"<!doctype html"):
+        raise SpecError(f"{path} is there and is no page, so it is not overwritten; name another file, such as {PAGE}")
 
 
 def save(path: Path, text: str) -> None:
