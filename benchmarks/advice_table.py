@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,9 +17,20 @@ def off(row: Mapping[str, Any]) -> float | None:
 
 
 def behind(cell: Mapping[str, Any], hook: str) -> float:
-    """How much slower `auto` is than `hook`: the median over the rounds."""
-    times = {row["hook"]: row["step_ms"] for row in cell["hooks"]}
-    return statistics.median(mine / other for mine, other in zip(times["auto"], times[hook], strict=True)) - 1
+    """How much slower what `auto` took is than `hook`, which may be the same: the median over the rounds."""
+    return statistics.median(_ratios(cell, hook)) - 1
+
+
+def spread(cell: Mapping[str, Any], hook: str) -> float:
+    """The standard error of that, were it a mean: half the distance of the quartiles is 0.67 deviations."""
+    ratios = _ratios(cell, hook)
+    low, _, high = statistics.quantiles(ratios)
+    return (high - low) / 1.35 / math.sqrt(len(ratios))
+
+
+def _ratios(cell: Mapping[str, Any], hook: str) -> list[float]:
+    duel = cell["duel_ms"]
+    return [mine / other for mine, other in zip(duel["auto"], duel[hook], strict=True)]
 
 
 def best(cell: Mapping[str, Any]) -> str:
@@ -39,13 +51,14 @@ def print_cell(cell: Mapping[str, Any]) -> None:
     print(f"\n{cell['ranks']} hosts, {cell['rate']}, {cell['workload']}: ms a step, median of {cell['rounds']} rounds")
     print(f"{'hook':<10}{'measured':>10}  {'min-max':<14}{'predicted':>10}{'':>7}{'error of the mean':>20}")
     for row in cell["hooks"]:
-        spread = f"{min(row['step_ms']):.1f}-{max(row['step_ms']):.1f}"
+        ends = f"{min(row['step_ms']):.1f}-{max(row['step_ms']):.1f}"
         miss = off(row)
         told = f"{'':>17}" if miss is None else f"{row['predicted_ms']:>10.1f}{miss:>+7.0%}"
-        print(f"{row['hook']:<10}{statistics.median(row['step_ms']):>10.1f}  {spread:<14}{told}{row['error']:>20.2g}")
+        print(f"{row['hook']:<10}{statistics.median(row['step_ms']):>10.1f}  {ends:<14}{told}{row['error']:>20.2g}")
     pairs = ((best(cell), "the best in hindsight", BEHIND_BEST), *((base, base, BEHIND_BASE) for base in BASES))
     for hook, name, limit in pairs:
-        print(f"auto against {name} ({hook}): {behind(cell, hook):+.1%}, at most {limit:+.0%}")
+        found = f"{behind(cell, hook):+.1%} (standard error {spread(cell, hook):.1%})"
+        print(f"auto against {name} ({hook}), {len(cell['duel_ms']['auto'])} rounds: {found}, at most {limit:+.0%}")
     print(f"auto, after {cell['auto_steps']} steps and {cell['auto_s']:.0f} s, took {cell['auto_reason']}", flush=True)
 
 

@@ -23,7 +23,8 @@ def _cell(auto_ms):
         _row("auto", *auto_ms),
     ]
     told = {"max_error": 0.02, "rounds": 3, "auto_steps": 40, "auto_s": 4.0, "auto_reason": "int8: error 0.005"}
-    return {"workload": "mlp", "rate": "1gbit", "ranks": 2, "hooks": rows, **told}
+    duel = {row["hook"]: row["step_ms"] for row in rows if row["hook"] in ("auto", "int8", "plain", "bf16")}
+    return {"workload": "mlp", "rate": "1gbit", "ranks": 2, "hooks": rows, "duel_ms": duel, **told}
 
 
 def test_the_best_is_one_that_auto_could_take():
@@ -34,6 +35,7 @@ def test_rounds_are_compared_with_each_other():
     cell = _cell([77, 77, 77])
     assert advice_table.behind(cell, "int8") == pytest.approx(77 / 74 - 1)
     assert advice_table.behind(cell, "plain") < -0.2
+    assert 0 < advice_table.spread(cell, "int8") < 0.05
 
 
 def test_what_is_missed_is_told(capsys):
@@ -46,6 +48,7 @@ def test_what_is_missed_is_told(capsys):
     assert "int8            74.0  70.0-77.0           60.0   -19%" in told
     assert "predict: 2 of 3 within the goal" in told
     assert "auto: 1 of 3 within the goal" in told
+    assert "auto against bf16 (bf16), 3 rounds: +11.8% (standard error" in told
     assert "missed: mlp, 1gbit: auto against bf16" in told
 
 
