@@ -1,6 +1,7 @@
 """Records on disk: what is written comes back, what is torn is dropped, what is not ours is refused."""
 
 import json
+import math
 from io import StringIO
 
 import pytest
@@ -101,8 +102,15 @@ def test_a_folder_is_no_file_of_records(path, capsys):
     assert "it is a folder; name a file of records in it\n" in capsys.readouterr().err
 
 
+WRONG = ("no step", "negative step", "step", "no params", "params", "bytes", "error", "loss")
+
+
 def _changed(**changes):
     return json.dumps({**run("exact").as_dict(), **changes}) + "\n"
+
+
+def _with(**changes):
+    return _changed(record={**run("exact").record.as_dict(), **changes})
 
 
 @pytest.mark.parametrize(
@@ -110,6 +118,15 @@ def _changed(**changes):
     [
         (_changed(schema=99), "line 1 has schema 99, and this gradwire reads schema 1"),
         (_changed(origin={}), "says schema 1 but is not of it: TypeError"),
+        (_changed(link_bits_per_s=0), "link_bits_per_s must be above 0 or null, got 0"),
+        (_with(step_s=[]), "step_s must hold times above 0"),
+        (_with(step_s=[0.1, -0.1]), "step_s must hold times above 0"),
+        (_with(step_s=[0.1, "fast"]), "step_s must be of type tuple[float, ...], got 'fast'"),
+        (_with(params=0), "params must be above 0, got 0"),
+        (_with(params=True), "params must be of type int, got True"),
+        (_with(sent_bytes=math.inf), "sent_bytes must be 0 or more, got inf"),
+        (_with(gradient_error=-1.0), "gradient_error must be 0 or more, got -1.0"),
+        (_with(loss="low"), "loss must be of type float, got 'low'"),
         (json.dumps({"hook": "fp16"}), "line 1 is not a record of `gradwire bench`"),
         ("17\n", "line 1 is not a record of `gradwire bench`"),
         ("", "holds no record; `gradwire bench --out"),
@@ -117,7 +134,7 @@ def _changed(**changes):
         (None, "there is no file"),
         *((text, "line 1 is not a record of `gradwire bench`") for text in FOREIGN.values()),
     ],
-    ids=["schema", "fields", "other json", "number", "empty", "only torn", "missing", *FOREIGN],
+    ids=["schema", "fields", "rate", *WRONG, "other json", "number", "empty", "only torn", "missing", *FOREIGN],
 )
 def test_files_that_are_not_ours_are_refused(path, text, message, capsys):
     if text is not None:

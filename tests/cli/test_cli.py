@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 import gradwire
+from gradwire.bench.jsonl import append
 from gradwire.cli import VERBS, main
+
+from ..report.kit import runs
 
 GRADWIRE = (sys.executable, "-m", "gradwire")
 
@@ -205,3 +208,21 @@ def wait_until_gone(pid):
         and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     ):
         time.sleep(0.01)
+
+
+def test_a_terminal_without_a_sign_for_a_character_shows_another(tmp_path):
+    records = tmp_path / "records.jsonl"
+    append(records, runs())
+    env = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    words = (*GRADWIRE, "report", "--format", "md", str(records))
+    done = subprocess.run(words, env=env, capture_output=True, timeout=60, check=True)
+    assert (b"noop ?" in done.stdout, done.stderr) == (True, b"")
+
+
+def test_a_full_disk_is_said_so(tmp_path):
+    records = tmp_path / "records.jsonl"
+    append(records, runs())
+    with open("/dev/full", "w") as full:
+        words = (*GRADWIRE, "report", "--format", "md", str(records))
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (1, "gradwire: error: cannot write the output: No space left on device\n")

@@ -13,6 +13,7 @@ from gradwire.report.write import to_json
 from .kit import run, runs
 
 SLOW = "100mbit"
+LIMITED = (SLOW, "1gbit")
 
 
 def group(*members):
@@ -158,5 +159,31 @@ def test_runs_that_do_not_compare_are_refused():
     with pytest.raises(RecordsError, match="there is no record"):
         summarise([])
     other = run("int8")
-    with pytest.raises(RecordsError, match="runs of 9 and 40 steps"):
+    with pytest.raises(RecordsError, match="runs with steps 40 and 9, which do not compare"):
         summarise([run("exact"), replace(other, settings=replace(other.settings, steps=9))])
+
+
+def test_runs_of_two_machines_are_not_compared():
+    other = run("int8")
+    with pytest.raises(RecordsError, match=r"runs with cores \d+ and 99, which do not compare"):
+        summarise([run("exact"), replace(other, origin=replace(other.origin, cores=99))])
+
+
+def test_hooks_that_did_not_take_turns_are_said_to_have_been_measured_apart():
+    exact, later = run("exact"), replace(run("int8"), began="2026-01-02T00:00:00+00:00")
+    assert "measured at different times" in to_markdown(summarise([exact, later]))
+    assert "measured at different times" not in to_markdown(summarise([exact, run("int8")]))
+
+
+def test_links_of_different_latency_have_crossovers_of_their_own():
+    far = [replace(each, cell=replace(each.cell, link=f"{each.cell.link},latency=5ms")) for each in runs(links=LIMITED)]
+    near, told = runs(links=LIMITED), to_markdown(summarise([*runs(links=LIMITED), *far]))
+    (alone,) = (line for line in to_markdown(summarise(near)).splitlines() if "int8" in line and "ranks): " in line)
+    assert alone in told.splitlines()
+    assert alone.replace("(2 ranks)", "(2 ranks, latency=5ms)") in told.splitlines()
+
+
+def test_json_has_null_for_what_is_no_number():
+    told = to_json(summarise([run("exact"), run("int8", loss=math.nan)]), None)
+    rows = json.loads(told, parse_constant=pytest.fail)["groups"][0]["rows"]
+    assert (rows["int8"]["loss"], rows["exact"]["loss"]) == (None, 3.0)

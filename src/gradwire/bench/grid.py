@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from gradwire.advisor.link import Link
+from gradwire.bench import plain
 from gradwire.bench.jsonl import Records, RecordsError, append, read
 from gradwire.bench.measure import all_hooks, checked
 from gradwire.bench.progress import progress
@@ -86,7 +86,7 @@ def _saved_text(wanted: Sequence[Cell], path: Path) -> str:
 def to_json(runs: Sequence[Run], path: Path) -> str:
     """The records in an envelope."""
     content = {"schema": SCHEMA, "path": str(path), "records": [run.as_dict() for run in runs]}
-    return json.dumps(content, indent=2) + "\n"
+    return plain.to_json(content) + "\n"
 
 
 def to_text(runs: Sequence[Run], path: Path) -> str:
@@ -110,7 +110,7 @@ def _held(grid: Grid, path: Path, resume: bool, err: TextIO) -> Records:
         err.write(f"gradwire bench: {held.torn_text(path)}\n")
     here = Origin.here()
     for run in held.runs:
-        _same(path, "with other settings", _shared(run.settings, run.cell.repeat), _shared(grid.settings, 0))
+        _same(path, "with other settings", _flat(run.shared), _flat(replace(grid.settings, nproc=1)))
         _same(path, "from another machine or other versions", asdict(run.origin), asdict(here))
     return held
 
@@ -123,10 +123,8 @@ def _check_writable(path: Path) -> None:
         raise RecordsError(f"cannot write {path}: {error.strerror}") from error
 
 
-def _shared(settings: Settings, repeat: int) -> dict[str, Any]:
-    """What all cells have in common."""
-    values = asdict(replace(settings, seed=settings.seed - repeat))
-    del values["nproc"]
+def _flat(settings: Settings) -> dict[str, Any]:
+    values = asdict(settings)
     return {**values, **values.pop("workload")}
 
 

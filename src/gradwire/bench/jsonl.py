@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from gradwire.bench.check import check
 from gradwire.bench.records import SCHEMA, Run
 from gradwire.errors import GradwireError, SpecError
 
@@ -120,6 +121,6 @@ def _run(line: bytes, where: str) -> Run:
             "gradwire that wrote it, or measure again"
         )
     try:
-        return Run.from_dict(values)
-    except (KeyError, TypeError, SpecError) as error:
+        return check(Run.from_dict(values))
+    except (KeyError, TypeError, ValueError) as error:
         raise RecordsError(f"{where} says schema {SCHEMA} but is not of it: {type(error).__name__} {error}") from error

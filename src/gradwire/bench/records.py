@@ -6,7 +6,7 @@ import os
 import platform
 import statistics
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +184,11 @@ class Run:
     losses: tuple[float, ...]
     """Training loss of every step, mean over the ranks."""
     record: Record
+
+    @property
+    def shared(self) -> Settings:
+        """What runs must have in common to compare."""
+        return replace(self.settings, nproc=1, seed=self.settings.seed - self.cell.repeat)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Run:

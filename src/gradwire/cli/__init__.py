@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import gc
 import importlib
+import io
 import os
 import signal
 import sys
@@ -50,6 +52,7 @@ examples:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line. 0: done, 1: it failed, 2: it was not understood, 130: interrupted; a script's own is kept."""
+    _take_any_text()
     try:
         args = _parsed(sys.argv[1:] if argv is None else argv)
         args.run(args)
@@ -62,10 +65,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         gc.freeze()  # collecting what torch leaves takes half a second: time in which we should be gone
         return _fail("interrupted", 130)
-    except BrokenPipeError:  # whoever read our output has gone; keep the interpreter from writing the rest
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    except OSError as error:  # whoever read our output has gone, or there is no room for it
+        if error.errno not in (errno.EPIPE, errno.ENOSPC):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter writes the rest
+        return 1 if error.errno == errno.EPIPE else _fail(f"cannot write the output: {error.strerror}", 1)
     return 0
+
+
+def _take_any_text() -> None:
+    """Where the terminal's encoding has no sign for a character it gets a question mark, and no traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def parser(loaded: Collection[str] = VERBS) -> argparse.ArgumentParser:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 import textwrap
@@ -15,6 +14,7 @@ from typing import Any
 from gradwire.advisor.advise import Advice, Row, advise
 from gradwire.advisor.headroom import STEPS
 from gradwire.advisor.page import to_page
+from gradwire.bench import plain
 from gradwire.bench.progress import Lines, progress
 from gradwire.cli.headroom import WIDTH
 from gradwire.cli.headroom import to_text as headroom_text
@@ -105,7 +105,7 @@ def check_hooks(hooks: Sequence[str]) -> None:
 
 def to_json(found: Advice, path: Path | None) -> str:
     """Everything, and where the page is."""
-    return json.dumps({**found.as_dict(), "report": None if path is None else str(path)}, indent=2)
+    return plain.to_json({**found.as_dict(), "report": None if path is None else str(path)})
 
 
 def to_text(found: Advice, path: Path | None = None) -> str:

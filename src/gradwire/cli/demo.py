@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import textwrap
 from pathlib import Path
 from typing import Any
 
+from gradwire.bench import plain
 from gradwire.bench.demo import TRAINED, Demo, demo, link_words
 from gradwire.bench.progress import progress
 from gradwire.bench.records import NO_LINK, Settings
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> None:
 def to_json(found: Demo, path: Path) -> str:
     """Everything."""
     records = [run.as_dict() for run in found.runs]
-    return json.dumps({"advice": found.advice.as_dict(), "records": records, "report": str(path)}, indent=2)
+    return plain.to_json({"advice": found.advice.as_dict(), "records": records, "report": str(path)})
 
 
 def to_text(found: Demo, path: Path) -> str:

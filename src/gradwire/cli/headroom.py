@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import textwrap
@@ -11,6 +10,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from gradwire.advisor.headroom import STEPS, Headroom, headroom
+from gradwire.bench import plain
 from gradwire.bench.progress import Lines, progress
 from gradwire.cli.script import add_script, ranks_of, results, script_of
 from gradwire.errors import SpecError
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> None:
 
         def tell(found: Headroom) -> None:
             told.append(found)
-            print(json.dumps(found.as_dict(), indent=2) if args.json else to_text(found), file=out, flush=True)
+            print(plain.to_json(found.as_dict()) if args.json else to_text(found), file=out, flush=True)
 
         options = {"steps": args.steps, "link": args.link, "stop": args.stop, "report": report}
         found = headroom(script, tell=None if script is None else tell, **options, **ranks)

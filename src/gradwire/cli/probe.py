@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from typing import Any
 
 from gradwire.advisor.probe_ranks import is_launched, probe_launched, probe_local
+from gradwire.bench import plain
 from gradwire.bench.progress import progress
 
 EXAMPLES = """\
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> None:
         else:
             found = probe_local(args.nproc, link=args.link, pairs=args.pairs, report=report)
     if found is not None:
-        print(json.dumps(found, indent=2) if args.json else to_text(found), flush=True)
+        print(plain.to_json(found) if args.json else to_text(found), flush=True)
 
 
 def to_text(found: dict[str, Any]) -> str:

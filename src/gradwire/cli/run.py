@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from typing import Any
 
+from gradwire.bench import plain
 from gradwire.cli.script import add_script, ranks_of, script_of
 from gradwire.run import run as run_script
 
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> None:
     models = run_script(script_of(args), args.hook, link=args.link, **ranks_of(args))
     if args.json:
         if models:  # on other ranks of a launcher there are none
-            print(json.dumps({"models": models}), flush=True)
+            print(plain.to_json({"models": models}, indent=None), flush=True)
         return
     for model in models:
         print(f"gradwire run: {_told(model)}", file=sys.stderr)

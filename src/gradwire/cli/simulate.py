@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-import json
 import math
 import re
 import sys
@@ -15,6 +14,7 @@ from typing import Any
 
 from gradwire.advisor.link import Link, seconds
 from gradwire.advisor.simulate import Outlook, Pick, Scene, as_dict, picks, simulate
+from gradwire.bench import plain
 from gradwire.bench.progress import progress
 from gradwire.errors import SpecError
 from gradwire.exchanges import EXCHANGES
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> None:
         save(args.report, to_html(outlooks, scene, limits))
     if args.json:
         path = None if args.report is None else str(args.report)
-        print(json.dumps({**as_dict(outlooks, scene, limits), "report": path}, indent=2), flush=True)
+        print(plain.to_json({**as_dict(outlooks, scene, limits), "report": path}), flush=True)
     else:
         print(to_text(outlooks, scene, limits, args.report), flush=True)
 

@@ -32,6 +32,9 @@ def notes(group: Group) -> list[str]:
         ),
         "~ by the ring formula; the others are counted": any(not row.record.sent_is_counted for row in group.rows),
         "! broken promise found by Hook.verify()": any(not row.record.kept_promises for row in group.rows),
+        "Hooks of this table were measured at different times: what else the machine did may have been different": (
+            len({row.began for row in group.rows}) > 1
+        ),
         "! the ranks' parameters differ": any(row.record.averages and not row.record.identical for row in group.rows),
     }
     return [text for text, needed in texts.items() if needed]

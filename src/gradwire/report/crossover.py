@@ -45,7 +45,8 @@ def crossovers(groups: Sequence[Group]) -> list[str]:
         if row.record.averages and row.hook != "exact":
             for where in _where(groups, row.hook):
                 alike.setdefault(where, []).append(row.hook)
-    return [f"{', '.join(hooks)} ({groups[0].ranks} ranks): {where}" for where, hooks in alike.items()]
+    place = groups[0].at_latency(f"{groups[0].ranks} ranks")
+    return [f"{', '.join(hooks)} ({place}): {where}" for where, hooks in alike.items()]
 
 
 def _where(groups: Sequence[Group], hook: str) -> Iterator[str]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from gradwire.report.advice import advise
 from gradwire.report.columns import columns, name, notes
 from gradwire.report.crossover import crossovers
-from gradwire.report.summary import Group, Summary
+from gradwire.report.summary import Group, Summary, by_latency
 from gradwire.report.words import heading, origin
 
 
@@ -15,10 +15,11 @@ def to_markdown(summary: Summary) -> str:
     """The whole report, for pasting into a pull request."""
     parts = ["## gradwire: does compression pay?", "", heading(summary), ""]
     parts += [section(group) for group in summary.groups]
-    points = [text for _, groups in summary.by_ranks() for text in crossovers(groups)]
+    alike = [groups for _, members in summary.by_ranks() for groups in by_latency(members)]
+    points = [text for groups in alike for text in crossovers(groups)]
     if points:
         parts += ["### Where the hooks begin to pay", "", *(f"- {text}" for text in points), ""]
-    return "\n".join([*parts, *map(origin, summary.origins)]) + "\n"
+    return "\n".join([*parts, origin(summary.origin)]) + "\n"
 
 
 def section(group: Group) -> str:

@@ -13,7 +13,7 @@ from gradwire.report.crossover import crossovers
 from gradwire.report.document import document
 from gradwire.report.markup import Markup, join, tag
 from gradwire.report.style import style
-from gradwire.report.summary import Group, Summary
+from gradwire.report.summary import Group, Summary, by_latency
 from gradwire.report.words import heading, origin
 
 TITLE = "gradwire: does compression pay?"
@@ -119,7 +119,8 @@ def _across(summary: Summary) -> list[Markup]:
 
 
 def _speed_up(ranks: int, groups: Sequence[Group], hooks: Sequence[str]) -> Markup:
-    points = [tag("li", words) for words in crossovers(groups)]
+    alike = by_latency(groups)
+    points = [tag("li", words) for members in alike for words in crossovers(members)]
     more = tag("details", tag("summary", "Crossover points"), tag("ul", *points)) if points else join()
     if len(groups) == 1:
         words = (
@@ -130,8 +131,9 @@ def _speed_up(ranks: int, groups: Sequence[Group], hooks: Sequence[str]) -> Mark
             f"Speed-up, {ranks} ranks", f"{words}1gbit 100mbit compares several, for the built-in model.", picture
         )
     words = "Against the hook exact. Above the line a hook pays; a ring marks where it begins to."
-    picture = speed.speed_up(f"speed-up-{ranks}", groups, hooks)
-    return _card(f"Speed-up against bandwidth, {ranks} ranks", words, join(picture, more))
+    keys = [f"speed-up-{ranks}" + (f"-{at}" if at else "") for at in range(len(alike))]
+    pictures = [speed.speed_up(key, members, hooks) for key, members in zip(keys, alike, strict=True)]
+    return _card(f"Speed-up against bandwidth, {ranks} ranks", words, join(*pictures, more))
 
 
 def _error(ranks: int, group: Group, hooks: Sequence[str]) -> Markup:
@@ -187,8 +189,7 @@ def _cell(value: float | None, text: str) -> Markup:
 
 
 def _footer(summary: Summary) -> Markup:
-    places = [tag("p", origin(made)) for made in summary.origins]
     ours = any(row.losses for group in summary.groups for row in group.rows)  # a script has a seed of its own
     seed = f" Seed {summary.settings.seed}." if ours else ""
     when = f"{summary.runs} records, the first of {summary.began}.{seed}"
-    return tag("footer", *places, tag("p", when))
+    return tag("footer", tag("p", origin(summary.origin)), tag("p", when))

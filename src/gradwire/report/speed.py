@@ -58,7 +58,7 @@ def speed_up(key: str, groups: Sequence[Group], hooks: Sequence[str]) -> Markup:
     x, y = Axis(groups), logarithmic(low / 1.03, high * 1.03, bottom, TOP)
     drawn = [_drawn(hook, groups, colour(hook, hooks), x, y) for hook in shown]
     names = end_labels(LEFT + 6, [end for _, end in drawn], TOP, bottom, left=True)
-    title = f"Speed-up over exact against link rate, {groups[0].ranks} ranks"
+    title = groups[0].at_latency(f"Speed-up over exact against link rate, {groups[0].ranks} ranks")
     marks = [_rates(groups, x, bottom), _ratios(low, high, y), *(mark for mark, _ in drawn), names]
     return chart(key, title, _words(groups), bottom + 2 * LINE + 6, *marks)
 
@@ -82,7 +82,8 @@ def _rates(groups: Sequence[Group], x: Axis, bottom: float) -> Markup:
         name = "no limit" if at[1].bits_per_s is None else rate_text(at[1].bits_per_s)
         marks.append(line(at[0], TOP, at[0], bottom, "grid"))
         marks.append(text(at[0], bottom + LINE, name, class_="tick", anchor="middle"))
-    return join(*marks, text((LEFT + RIGHT) / 2, bottom + 2 * LINE, "link rate", class_="tick", anchor="middle"))
+    name = groups[0].at_latency("link rate")
+    return join(*marks, text((LEFT + RIGHT) / 2, bottom + 2 * LINE, name, class_="tick", anchor="middle"))
 
 
 def _ratios(low: float, high: float, y: Scale) -> Markup:

@@ -6,7 +6,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from gradwire.bench.jsonl import RecordsError
 from gradwire.bench.records import NO_LINK, Origin, Record, Run, Settings, Split
@@ -25,6 +25,8 @@ class Row:
     repeats: int
     loss_range: tuple[float, float]
     """Lowest and highest final loss of a repeat."""
+    began: frozenset[str]
+    """When its repeats were measured. Hooks that took turns have the same."""
 
     @property
     def bits(self) -> float:
@@ -75,6 +77,15 @@ class Group:
         return row.bits * self.ranks / (2 * (self.ranks - 1))
 
     @property
+    def latency(self) -> str:
+        """As the link has it, `latency=5ms`; empty without."""
+        return self.link.partition(",")[2]
+
+    def at_latency(self, words: str) -> str:
+        """Words about links of this latency."""
+        return f"{words}, {self.latency}" if self.latency else words
+
+    @property
     def name(self) -> str:
         """Link and ranks in words."""
         return f"{link_name(self.link)}, {self.ranks} ranks"
@@ -88,7 +99,7 @@ class Summary:
     """By ranks, then from the fastest link to the slowest."""
     hooks: tuple[str, ...]
     """Of all groups, in the order they were measured."""
-    origins: tuple[Origin, ...]
+    origin: Origin
     settings: Settings
     """Of the first run."""
     params: int
@@ -105,7 +116,7 @@ def summarise(runs: Sequence[Run]) -> Summary:
     """Put repeats together and order everything. RecordsError if there is nothing, or if the runs do not compare."""
     if not runs:
         raise RecordsError("there is no record to report on; `gradwire bench --out records.jsonl` makes some")
-    _check_steps(runs)
+    _check_comparable(runs)
     hooks = tuple(dict.fromkeys(run.cell.hook for run in runs))
     places: dict[tuple[int, str], list[Run]] = {}
     for run in runs:
@@ -114,7 +125,7 @@ def summarise(runs: Sequence[Run]) -> Summary:
     return Summary(
         groups=tuple(sorted(groups, key=lambda group: (group.ranks, -(group.bits_per_s or math.inf), group.link))),
         hooks=hooks,
-        origins=tuple(dict.fromkeys(run.origin for run in runs)),
+        origin=runs[0].origin,
         settings=runs[0].settings,
         params=runs[0].record.params,
         began=min(run.began for run in runs),
@@ -127,13 +138,24 @@ def link_name(link: str) -> str:
     return "no link limit" if link == NO_LINK else f"link {link}"
 
 
-def _check_steps(runs: Sequence[Run]) -> None:
-    steps = sorted({run.settings.steps for run in runs})
-    if len(steps) > 1:
-        raise RecordsError(
-            f"the records hold runs of {' and '.join(map(str, steps))} steps, which do not compare: report on one file "
-            "a number of steps"
-        )
+def by_latency(groups: Sequence[Group]) -> list[list[Group]]:
+    """Groups that differ in the rate alone; a link without a limit has no latency either."""
+    found: dict[str, list[Group]] = {}
+    for group in groups:
+        found.setdefault(group.latency, []).append(group)
+    return list(found.values())
+
+
+def _check_comparable(runs: Sequence[Run]) -> None:
+    """All from one machine, and trained alike."""
+    first = runs[0]
+    for run in runs:
+        ours, theirs = ({**asdict(each.shared), **asdict(each.origin)} for each in (first, run))
+        different = [f"{key} {ours[key]} and {theirs[key]}" for key in ours if ours[key] != theirs[key]]
+        if different:
+            raise RecordsError(
+                f"the records hold runs with {', '.join(different)}, which do not compare: report on one file for each"
+            )
 
 
 def _group(link: str, ranks: int, hooks: Sequence[str], runs: Sequence[Run]) -> Group:
@@ -156,7 +178,8 @@ def _row(hook: str, runs: Sequence[Run]) -> Row:
         verified=next((record.verified for record in records if not record.kept_promises), records[0].verified),
     )
     curve = tuple(map(statistics.fmean, zip(*(run.losses for run in runs), strict=False)))
-    return Row(hook, pooled, _split([run.split for run in runs]), curve, len(runs), (min(losses), max(losses)))
+    split, began = _split([run.split for run in runs]), frozenset(run.began for run in runs)
+    return Row(hook, pooled, split, curve, len(runs), (min(losses), max(losses)), began)
 
 
 def _split(splits: Sequence[Split | None]) -> Split | None:

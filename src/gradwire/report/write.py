@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any, TextIO
 
+from gradwire.bench import plain
 from gradwire.bench.jsonl import RecordsError, read
 from gradwire.errors import SpecError
 from gradwire.report.advice import advise
@@ -50,7 +50,7 @@ def to_text(summary: Summary, path: Path | None) -> str:
 def to_json(summary: Summary, path: Path | None) -> str:
     """The same for programs, with the figures it rests on."""
     content = {"report": None if path is None else str(path), "groups": [_group(group) for group in summary.groups]}
-    return json.dumps(content, indent=2) + "\n"
+    return plain.to_json(content) + "\n"
 
 
 def _group(group: Group) -> dict[str, Any]:
