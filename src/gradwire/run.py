@@ -5,7 +5,7 @@ The hook is registered when the script builds its DistributedDataParallel, in wh
 
 from __future__ import annotations
 
-import atexit
+import multiprocessing.util
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -70,7 +70,7 @@ def hooked(model: DistributedDataParallel, plan: Plan) -> None:
     write()
     weakref.finalize(model, write)
     _to_write.append(write)
-    atexit.register(write)
+    multiprocessing.util.Finalize(None, write, exitpriority=0)  # atexit would not do in children of multiprocessing
 
 
 if __name__ == "__main__":

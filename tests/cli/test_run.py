@@ -48,6 +48,7 @@ def work(rank, store):
     model = DistributedDataParallel(torch.nn.Linear(64, 64))
     model(torch.randn(2, 64)).sum().backward()
     dist.destroy_process_group()
+    globals()["kept"] = model  # alive when the process ends, which multiprocessing does without atexit
 if __name__ == "__main__":
     torch.multiprocessing.spawn(work, (sys.argv[1],), nprocs=2)
     print("spawned")
@@ -166,6 +167,31 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path):
         launcher.kill()
     assert (launcher.returncode, out, err) == (130, "", "gradwire: interrupted\n")
     assert not any(alive(pid) for pid in pids(tmp_path))
+
+
+def test_a_killed_launcher_takes_torchrun_and_its_ranks_along(tmp_path):
+    words = (*GRADWIRE, "run", "--hook", "fp16", "--nproc", "2", "--standalone", script(tmp_path, WAITS), str(tmp_path))
+    launcher = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        while len(pids(tmp_path)) < 4:
+            assert launcher.poll() is None
+            time.sleep(0.05)
+        torchrun = int(Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()[0])
+        launcher.kill()
+        left = [torchrun, *(pid for pid in pids(tmp_path) if not is_sleep(pid))]
+        until = time.monotonic() + 60
+        while any(map(alive, left)) and time.monotonic() < until:
+            time.sleep(0.05)
+        assert not any(map(alive, left))
+    finally:
+        launcher.kill()
+        for pid in filter(alive, pids(tmp_path)):
+            os.kill(pid, signal.SIGKILL)
+
+
+def is_sleep(pid):
+    """A child that the script has put into a session of its own: nobody is left to end it."""
+    return Path(f"/proc/{pid}/comm").read_text() == "sleep\n"
 
 
 def pids(folder):

@@ -9,7 +9,7 @@ How the pieces fit:
                   `modules.py` says before that whether there is a module to run.
 5. `failures.py`  an error that ends such a process, or one that the script has started, is noted for the others.
 6. `supervise.py` starts such processes, ends them all at Ctrl-C or at an error, and shows one traceback.
-7. `launch.py`    from a script and a plan to processes: ranks of its own, or torchrun's.
+7. `launch.py`    from a script and a plan to processes: ranks of its own, or torchrun's (`torchrun.py`).
 8. `follow.py`    all of it: in new processes, or in this one where a launcher has already made it a rank.
 """
 

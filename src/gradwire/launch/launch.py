@@ -39,13 +39,12 @@ def launch(
     """
     if nproc is not None:
         check_nproc(nproc)
-    env = {**os.environ, **plan.environment()}
+    env = {**os.environ, **plan.environment(), PARENT: str(os.getpid())}
     if torchrun:
         count = [] if nproc is None else [f"--nproc-per-node={nproc}"]
-        words = [*_python(), "-m", "torch.distributed.run", *count, *torchrun, "-m", "gradwire.launch.rank"]
+        words = [*_python(), "-m", "gradwire.launch.torchrun", *count, *torchrun, "-m", "gradwire.launch.rank"]
         supervise([Command("torchrun", [*words, *script.words()], env)], plan, enough)
         return
-    env[PARENT] = str(os.getpid())
     words = [*_python(), "-u", "-P", "-m", "gradwire.launch.rank", *script.words()]  # -u as torchrun has it
     if nproc is None:
         with _hint_for_ranks():

@@ -16,7 +16,7 @@ PR_SET_PDEATHSIG = 1
 
 def main() -> int:
     """The exit code. What went wrong stands in a note."""
-    _end_with_parent()
+    end_with_parent(signal.SIGKILL)
     words, plan = sys.argv[1:], Plan.current()
     module = words[0] == "-m"
     if plan is None:
@@ -36,12 +36,12 @@ def _hear_ctrl_c() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _end_with_parent() -> None:
-    """Where the system can (Linux): do not outlive the process that started this one, however it ends."""
+def end_with_parent(how: signal.Signals) -> None:
+    """Where the system can (Linux): get a signal when the process that started this one ends, however it does."""
     parent = os.environ.pop(PARENT, None)
     if parent is None or not sys.platform.startswith("linux"):
         return
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, how)
     if os.getppid() != int(parent):
         os._exit(1)
 
