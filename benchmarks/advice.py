@@ -16,12 +16,14 @@ than DDP without a hook and than bf16. What a round says is compared with what t
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,9 @@ from advice_table import BASES, best, print_cell, print_summary
 from advice_tasks import TASKS, Task
 from gradwire.advisor import predict_step, rehearse
 from gradwire.advisor.compute import measure_compute
+from gradwire.advisor.cost import Compute
 from gradwire.advisor.probe import Probe, probe
+from gradwire.advisor.rehearse import Layout
 from gradwire.bench.progress import progress
 from gradwire.bench.ranks import Report, run_ranks
 from gradwire.exchanges import EXCHANGES
@@ -164,6 +168,7 @@ def run(rank: int, size: int, job: Mapping[str, Any], report: Report) -> dict[st
     prepare(runs, job["seconds"], report)
     report(0.2, "letting auto decide")
     steps, seconds = runs[-1].settle()
+    pick, reason = str(hook_of(runs[-1]).exchange), hook_of(runs[-1]).stats().reason
     runs[-1].steps = fitting(runs[-1], job["seconds"])
     spare = next(each for each in runs if each.name == "noop")
     for index in range(job["rounds"]):
@@ -175,17 +180,15 @@ def run(rank: int, size: int, job: Mapping[str, Any], report: Report) -> dict[st
             predict_all(runs, spare, found)
     told = {"hooks": [each.row() for each in runs], "max_error": Auto().max_error, "rounds": job["rounds"]}
     report(0.9, "auto against the best")
-    reason = hook_of(runs[-1]).stats().reason
-    told["duel_ms"] = duel(runs[-1], runs[0], best(told))
+    told["duel_ms"] = duel(runs[-1], runs[0], pick, best(told))
     for each in runs:
         if each.hook is not None:
             each.hook.close()
     return {**told, "probe": found.as_dict(), "auto_steps": steps, "auto_s": seconds, "auto_reason": reason}
 
 
-def duel(auto: Run, plain: Run, best_hook: str) -> dict[str, list[float]]:
-    """Milliseconds of each turn of what `auto` took and its rivals."""
-    pick = str(hook_of(auto).exchange)
+def duel(auto: Run, plain: Run, pick: str, best_hook: str) -> dict[str, list[float]]:
+    """Milliseconds of each turn of what `auto` took and its rivals, on its model."""
     rivals = list(dict.fromkeys([pick, best_hook, *BASES]))
     took: dict[str, list[float]] = {name: [] for name in rivals}
     index, began = 0, time.perf_counter()
@@ -226,14 +229,29 @@ def hook_of(run: Run) -> gradwire.Hook:
     return run.hook
 
 
+def layouts_of(hook: gradwire.Hook) -> list[Layout]:
+    """Its buckets, in order."""
+    return [hook.layouts[index] for index in sorted(hook.layouts)]
+
+
+def predict(hook: gradwire.Hook, wire: Probe, compute: Compute, came: Mapping[str, float]) -> float:
+    """Seconds of a step in the hook's own buckets, whose gradients came when those of another model did."""
+    layouts = layouts_of(hook)
+    gradients = [torch.cat([part.param.grad.flatten() for part in layout]) for layout in layouts]
+    ready_s = itertools.accumulate((max(came[part.name] for part in layout) for layout in layouts), max)
+    courses = rehearse(hook.exchange, layouts, hook.size, gradients=gradients)
+    return predict_step(courses, wire, replace(compute, ready_s=tuple(ready_s)), wire.toll).step_s
+
+
 def predict_all(runs: Sequence[Run], spare: Run, wire: Probe) -> None:
     """Adds what the cost model says at this time; the slowest rank counts."""
     hook = hook_of(spare)
     compute = measure_compute(hook, lambda: spare.task.forward(spare.model), spare.task.after, cores=1)
-    layouts = [hook.layouts[index] for index in sorted(hook.layouts)]
+    came = {
+        part.name: ready_s for layout, ready_s in zip(layouts_of(hook), compute.ready_s, strict=True) for part in layout
+    }
     asked = [each for each in runs if each.name not in ("plain", "auto")]
-    courses = [rehearse(gradwire.exchange(each.name), layouts, hook.size) for each in asked]
-    mine = [predict_step(buckets, wire, compute, wire.toll).step_s for buckets in courses]
+    mine = [predict(hook_of(each), wire, compute, came) for each in asked]
     slowest = hook.gather(torch.tensor(mine, dtype=torch.float64)).amax(0).tolist()
     for each, step_s in zip(asked, slowest, strict=True):
         each.predicted.append(step_s)

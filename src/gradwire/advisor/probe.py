@@ -7,6 +7,7 @@ rank spends on a collective, in all of its threads: that is what it takes from t
 
 from __future__ import annotations
 
+import functools
 import itertools
 import socket
 import time
@@ -23,6 +24,7 @@ from torch.distributed import distributed_c10d as c10d
 from gradwire import kernels
 from gradwire.advisor.fit import Fit, fit
 from gradwire.advisor.link import HOPS
+from gradwire.advisor.load import Load
 from gradwire.codecs import CODECS, Codec
 from gradwire.comm import Comm, GroupComm, gather_texts
 from gradwire.errors import SpecError
@@ -32,8 +34,8 @@ from gradwire.lanes import Lanes
 from gradwire.runner import LaneRunner, Runner
 
 REPEATS = 3
-LONG_S = 0.3
-"""When a row takes longer than this, no larger ones are tried."""
+LONG_S, LOADED_S = 0.3, 0.1
+"""When a row takes longer than this, no larger ones are tried; and for how long it is repeated under load."""
 VALUES = 1 << 20
 PAIR_TIMEOUT = timedelta(seconds=60)
 Report = Callable[[float, str], None]
@@ -77,7 +79,7 @@ class Probe:
     fits: Mapping[str, Fit]
     """By collective, and between two ranks by `gloo.way`."""
     toll: Mapping[str, Fit]
-    """Of the same: processor time of a rank, on average over the ranks."""
+    """Of the same: processor time that is gone for a rank that computes meanwhile, on average over the ranks."""
     speeds: Mapping[str, Speed]
     """By codec, on this rank."""
     hosts: tuple[str, ...]
@@ -104,10 +106,10 @@ def probe(hook: Hook, *, pairs: bool | None = None, report: Report = lambda part
     """
     if hook.size == 1:
         raise SpecError("probe: there is nothing to measure between 1 rank; start at least 2")
-    fits, toll = {}, {}
+    fits, toll, load = {}, {}, _load().calibrate()
     for index, collective in enumerate({**HOPS, **BETWEEN_TWO} if hook.size == 2 else HOPS):
         report(index / 7, f"timing {collective}")
-        fits[collective], toll[collective] = measure(hook.runner, collective, hook.size)
+        fits[collective], toll[collective] = measure(hook.runner, load, collective, hook.size)
     hosts: list[str] = []
     hook.run(lambda comm: hosts.extend(gather_texts(comm, socket.gethostname(), hook.device)))
     report(5 / 7, "timing codecs")
@@ -118,16 +120,21 @@ def probe(hook: Hook, *, pairs: bool | None = None, report: Report = lambda part
     return Probe(size=hook.size, fits=fits, toll=toll, speeds=speeds, hosts=tuple(hosts), pairs=found)
 
 
+@functools.cache
+def _load() -> Load:
+    return Load()
+
+
 # -- collectives -------------------------------------------------------------------------------------------------------
 
 
-def measure(runner: Runner, collective: str, size: int) -> tuple[Fit, Fit]:
-    """Time, and processor time of a rank, of a collective over sizes; the same on all ranks."""
+def measure(runner: Runner, load: Load, collective: str, size: int) -> tuple[Fit, Fit]:
+    """Time of a collective over sizes, and what it takes from a rank's processor; the same on all ranks."""
     times, busy = {}, {}
     for row in BETWEEN_TWO.get(collective, ROWS) if size == 2 else ROWS:
         jobs = [_Job(collective, size, row.message_bytes) for _ in range(row.count)]
         runner.run(jobs[0])  # touches new memory, and all ranks begin together
-        time_s, busy_s = _row_s(runner, jobs, in_turn=row.in_turn)
+        time_s, busy_s = _row_s(runner, load, jobs, in_turn=row.in_turn)
         sent_bytes = jobs[0].sent_bytes
         if row.in_turn:
             times[sent_bytes] = time_s / row.count
@@ -139,18 +146,29 @@ def measure(runner: Runner, collective: str, size: int) -> tuple[Fit, Fit]:
     return fit(list(times), list(times.values())), fit(list(busy), list(busy.values()))
 
 
-def _row_s(runner: Runner, jobs: Sequence[_Job], *, in_turn: bool) -> tuple[float, float]:
-    """Seconds and processor seconds, on average over the ranks: the medians of some repeats."""
+def _row_s(runner: Runner, load: Load, jobs: Sequence[_Job], *, in_turn: bool) -> tuple[float, float]:
+    """Seconds, the median of some repeats; and processor seconds, under load if they are more there than without.
+
+    Both on average over the ranks.
+    """
 
     def act() -> None:
         for part in [[job] for job in jobs] if in_turn else [jobs]:
             runner.submit(part, torch.empty(0), lambda *_: None).wait()
 
-    taken = torch.tensor([_clocked(act) for _ in range(REPEATS)], dtype=torch.float64)
-    everybody: list[Tensor] = []
-    runner.run(lambda comm: everybody.append(comm.all_gather(taken.view(-1)).clone()))
-    time_s, busy_s = everybody[0].mean(0).view(REPEATS, 2).median(0).values.tolist()
-    return time_s, busy_s
+    time_s, busy_s = _averages(runner, [_clocked(act) for _ in range(REPEATS)]).median(0).values.tolist()
+    if in_turn:
+        return time_s, busy_s
+    repeats = min(max(round(LOADED_S / time_s), 1), 2 * REPEATS)
+    ((loaded_s,),) = _averages(runner, [(load.taken_by(act, repeats) / repeats,)]).tolist()
+    return time_s, max(busy_s, loaded_s)
+
+
+def _averages(runner: Runner, values: Sequence[Sequence[float]]) -> Tensor:
+    """Over the ranks, the same on all."""
+    mine, everybody = torch.tensor(values, dtype=torch.float64), list[Tensor]()
+    runner.run(lambda comm: everybody.append(comm.all_gather(mine.view(-1)).clone()))
+    return everybody[0].mean(0).view(mine.shape)
 
 
 def _clocked(act: Callable[[], None]) -> tuple[float, float]:
@@ -192,7 +210,7 @@ def _measure_pairs(hook: Hook) -> dict[str, Fit]:
             lanes = Lanes(store, (a, b).index(hook.rank), 2, PAIR_TIMEOUT, f"pair/{a}-{b}/{names[0]}")
             runner = LaneRunner(lanes)
             runner.open(1)
-            found, _ = measure(runner, "all_gather", 2)
+            found, _ = measure(runner, _load(), "all_gather", 2)
             runner.close()
             mine[a, b] = torch.tensor([found.alpha_s, found.bytes_per_s, found.r_squared]) / 2  # two ranks say so
     hook.run(lambda comm: _sum_(comm, mine))
