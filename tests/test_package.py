@@ -65,7 +65,8 @@ def test_import_is_light_and_names_come_when_they_are_asked_for():
 
 def test_every_module_can_be_the_first():
     """No module leans on what `import gradwire` used to load before it."""
-    others = ("bench.ranks", "bench.grid", "launch.models", "launch.launch", "run", "policies.auto", "runner", "comm")
+    launched = ("launch.models", "launch.launch", "launch.torchrun")
+    others = ("bench.ranks", "bench.grid", *launched, "run", "policies.auto", "policies.pilot", "runner", "comm")
     python(ANY_ORDER, *dict.fromkeys([*gradwire.HOMES.values(), *gradwire.SUBMODULES, *others]))
 
 

@@ -9,8 +9,9 @@ from contextlib import suppress
 import pytest
 import torch
 
+from gradwire import stream
 from gradwire.bucket import make_bucket
-from gradwire.comm import inline_comm
+from gradwire.comm import Levels, inline_comm
 from gradwire.errors import ExchangeError, RegisterError
 from gradwire.exchanges import EXCHANGES, Exact, exchange
 from gradwire.hook import Hook
@@ -220,6 +221,16 @@ def test_stream_runner_gives_the_same_bits(spec):
         return torch.equal(bucket.flat, reference)
 
     assert all(thread_ranks(3, run))
+
+
+def test_stream_runner_makes_the_groups_of_a_split_once(monkeypatch):
+    """`auto` changes hooks at every step."""
+    made = []
+    monkeypatch.setattr(stream, "level_groups", lambda group, levels: made.append(levels) or ())
+    runner, levels = StreamRunner(None, torch.device("cpu")), Levels(2, 1, 1)
+    for wanted in (levels, None, levels, Levels(4, 1, 1)):
+        runner.split(wanted)
+    assert made == [levels, Levels(4, 1, 1)]
 
 
 def test_inline_comm_counts_bytes():

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.bucket import GRADIENT_DTYPES
 from gradwire.errors import RegisterError, SpecError
 from gradwire.policies.auto import auto
+from gradwire.uncopied import LOST
 
 
 def check_group(group: object) -> None:
@@ -34,6 +35,8 @@ def check_model(model: object, wanted: str) -> None:
         function, state = there
         name = getattr(function, "__qualname__", "?")
         if name == "gradwire_hook":
+            if not state.belongs_to(model):
+                raise RegisterError(LOST)
             instead = (
                 "to let gradwire choose, wrap the module in a new DistributedDataParallel"
                 if auto(wanted) is not None

@@ -24,7 +24,8 @@ from gradwire.errors import GradwireError, RegisterError, SpecError
 from gradwire.exchanges import Exact, Exchange, exchange
 from gradwire.hook import Hook
 from gradwire.lanes import Lanes
-from gradwire.policies.auto import Pilot, auto
+from gradwire.policies.auto import auto
+from gradwire.policies.pilot import Pilot
 from gradwire.rebucket import BUCKETS, check_bucket_mb, rebucket
 from gradwire.runner import LaneRunner, Runner
 from gradwire.stream import StreamRunner
@@ -49,7 +50,7 @@ def register(
     """Average the gradients of a DDP model through `spec`. Call it once, on all ranks, before training.
 
     `spec` is text such as `"fp16"` or `"bf16:accumulate=wire"`, or an exchange object; `options` are those of the spec.
-    `"auto"` tries several while the model trains and goes on with the best (`gradwire.policies.auto`).
+    `"auto"` tries several while the model trains and goes on with the best (`gradwire.policies.pilot`).
     `chunk_bytes` of gradient travel at a time; leave it alone unless you measure. `bucket_mb` is the size of the
     buckets that DDP fills: a CPU model that was built without `bucket_cap_mb` gets smaller ones than DDP's 25 MB, see
     `gradwire.rebucket`. Errors come out here and not at the first step.
@@ -142,6 +143,10 @@ class _Carried(Uncopied):
         self._live = True
         self._scale: Callable[[], float] | None = None
         self._watch_join(model)
+
+    def belongs_to(self, model: object) -> bool:
+        """Not to a copy, whose reducer knows nothing of it."""
+        return self._model() is model
 
     def average(self, bucket: Any) -> Future[Tensor]:
         """Average one bucket, or the (gradient, parameter) pair of DDP's compiled reducer."""

@@ -24,7 +24,7 @@ from gradwire.stream import done
 from gradwire.verify import Verification, verify
 
 if TYPE_CHECKING:
-    from gradwire.policies.auto import Pilot
+    from gradwire.policies.pilot import Pilot
 
 
 class Hook:

@@ -120,7 +120,7 @@ class LaneRunner:
         self.lanes.open(lanes, self._next_ticket)
 
     def split(self, levels: Levels | None) -> None:
-        """Make the lanes of both levels, or drop them; no job may be under way."""
+        """Use lanes of two levels, or of one, from now on; no job may be under way."""
         self.lanes.split(levels, self._next_ticket)
 
     def submit(

@@ -34,6 +34,7 @@ class StreamRunner:
     def __init__(self, group: Any, device: torch.device) -> None:
         self._group, self._device = group, device
         self._levels: Sequence[Any] = ()
+        self._made: dict[Levels, Sequence[Any]] = {}
         self._stream = None if device.type == "cpu" else torch.Stream(device=device)
         self._closed = False
 
@@ -41,8 +42,10 @@ class StreamRunner:
         """One group serves all."""
 
     def split(self, levels: Levels | None) -> None:
-        """Each level has a group of its own."""
-        self._levels = () if levels is None else level_groups(self._group, levels)
+        """Each level has a group of its own, made when it is first needed."""
+        if levels is not None and levels not in self._made:
+            self._made[levels] = level_groups(self._group, levels)
+        self._levels = () if levels is None else self._made[levels]
 
     def submit(
         self, jobs: Sequence[Job], result: Tensor, report: Report, after: Callable[[], None] | None = None

@@ -6,6 +6,10 @@ from typing import Any, NoReturn
 
 from gradwire.errors import RegisterError
 
+LOST = (
+    "this DDP model was copied or saved whole and has lost its hook; wrap its module in a new DistributedDataParallel"
+)
+
 
 class Uncopied:
     """A copy of the model refers to the same object, which it never calls; in a file there is nothing of it."""
@@ -22,4 +26,8 @@ class Gone:
 
     def __call__(self, *args: Any) -> NoReturn:
         """Nothing can be done with it."""
-        raise RegisterError("this DDP model was saved whole and has lost its hook; build it anew around its module")
+        raise RegisterError(LOST)
+
+    def belongs_to(self, model: object) -> bool:
+        """To none."""
+        return False

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.advisor import headroom as measuring
-from gradwire.advisor.alternate import ORDER, WARM_UP, Alternating, Clock, alternating_hook, communicates
+from gradwire.advisor.alternate import ORDER, UNSEEN, WARM_UP, Alternating, Clock, alternating_hook, communicates
 from gradwire.advisor.headroom import Headroom, headroom, median_interval
 from gradwire.cli import main
 from gradwire.cli.headroom import to_text
@@ -44,7 +44,7 @@ def test_below_a_tenth_is_not_network_bound():
 
 
 def test_from_a_tenth_it_is():
-    found = measured([100] * 20, [50] * 20)
+    found = measured([100] * 24, [50] * 24)
     assert found.is_network_bound
     assert found.is_certain
     assert found.verdict() == (
@@ -70,6 +70,7 @@ def test_few_steps_are_not_certain():
     found = measured([100] * 6, [50] * 6)
     assert not found.is_certain
     assert "The steps are too few to be sure" in found.verdict()
+    assert "(seen: 50.0% to 50.0%)" in to_text(found)
 
 
 def test_spread_over_the_bound_is_said():
@@ -125,6 +126,18 @@ def test_one_rank_here_is_right_where_there_are_other_nodes(monkeypatch):
     with pytest.raises(ScriptFailed, match="never built"):
         headroom(nproc=1, torchrun=["--nnodes=2", "--node-rank=0"])
     assert started == [(1, ["--nnodes=2", "--node-rank=0"])]
+
+
+def test_a_script_that_fails_after_its_last_timed_step_has_its_result(monkeypatch):
+    def fails(plan, *_, enough):
+        plan.write(plan.new_note("times"), {"rank": 0, "ranks": 2, "times": [0.1] * 8, **UNSEEN._asdict()})
+        raise ScriptFailed("at the end")
+
+    told = []
+    monkeypatch.setattr(measuring, "follow", fails)
+    with pytest.raises(ScriptFailed, match="at the end"):
+        headroom(steps=8, tell=told.append)
+    assert [len(found.with_s) for found in told] == [4]
 
 
 ALONE = """

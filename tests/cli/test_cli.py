@@ -225,4 +225,4 @@ def test_a_full_disk_is_said_so(tmp_path):
     with open("/dev/full", "w") as full:
         words = (*GRADWIRE, "report", "--format", "md", str(records))
         done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stderr) == (1, "gradwire: error: cannot write the output: No space left on device\n")
+    assert (done.returncode, done.stderr) == (1, "gradwire: error: cannot write: No space left on device\n")

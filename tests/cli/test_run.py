@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 TRAIN = """
 import copy, io
-import helper
+import gradwire, helper
 dist.init_process_group("gloo")
 class Mine(DistributedDataParallel): pass
 models = [DistributedDataParallel(torch.nn.Linear(64, 64)), Mine(torch.nn.Linear(8, 8))]
@@ -39,6 +39,12 @@ file.seek(0)
 saved = torch.load(file, weights_only=False)
 for model in (copied, saved):
     model(torch.randn(2, 64)).sum().backward()
+    try:
+        gradwire.register(model, "bf16")
+    except gradwire.RegisterError as error:
+        assert "was copied or saved whole, without its hook; wrap its module" in str(error)
+    else:
+        raise AssertionError("the copy's hook slot is taken by a hook that is not there")
 dist.destroy_process_group()
 """
 
@@ -177,8 +183,8 @@ def test_a_killed_launcher_takes_torchrun_and_its_ranks_along(tmp_path):
             assert launcher.poll() is None
             time.sleep(0.05)
         torchrun = int(Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()[0])
-        launcher.kill()
         left = [torchrun, *(pid for pid in pids(tmp_path) if not is_sleep(pid))]
+        launcher.kill()
         until = time.monotonic() + 60
         while any(map(alive, left)) and time.monotonic() < until:
             time.sleep(0.05)
@@ -199,8 +205,10 @@ def pids(folder):
 
 
 def alive(pid):
-    status = Path(f"/proc/{pid}/stat")
-    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 @pytest.mark.parametrize(

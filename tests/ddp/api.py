@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from gradwire import Bucket, ExchangeError, RegisterError, VerifyError
 from gradwire.exchanges import Coded, Exact, Exchange, Noop
-from gradwire.policies.auto import TURN_STEPS, WARM_STEPS
+from gradwire.policies.pilot import TURN_STEPS, WARM_STEPS
 from gradwire.policies.trial import MOST_ROUNDS
 
 from . import models

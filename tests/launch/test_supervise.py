@@ -66,6 +66,13 @@ def test_a_rank_that_dies_without_a_word_is_told_before_the_echoes_of_it(plan):
     assert (str(caught.value), caught.value.exit_code) == ("rank 1 was killed by SIGKILL", 137)
 
 
+def test_torchrun_is_not_blamed_for_its_ranks(plan):
+    note(plan, 0, "another rank failed", echo=True, time_s=1)
+    torchrun = Command("torchrun", [sys.executable, "-c", "raise SystemExit(1)"], os.environ)
+    with pytest.raises(ScriptFailed, match=r"^rank 0 failed:\nanother rank failed$"):
+        supervise([torchrun], plan)
+
+
 def test_a_traceback_that_a_process_has_shown_itself_is_not_repeated(plan):
     note(plan, 1, "Traceback:\n  a line\nValueError: no", echo=False, time_s=1, shown=True)
     with pytest.raises(ScriptFailed, match=r"^rank 1 failed, see above: ValueError: no$"):

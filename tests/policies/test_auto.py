@@ -5,8 +5,9 @@ import torch
 
 from gradwire.bucket import Bucket, make_bucket, segments_of
 from gradwire.errors import SpecError
-from gradwire.policies.auto import IDLE, MOVED, TURN_STEPS, WARM_STEPS, WATCH, Auto, Pilot, auto
-from gradwire.policies.auto import _pilots as pilots
+from gradwire.policies.auto import Auto, auto
+from gradwire.policies.pilot import IDLE, MOVED, TURN_STEPS, WARM_STEPS, WATCH, Pilot
+from gradwire.policies.pilot import _pilots as pilots
 from gradwire.policies.trial import LEAST_ROUNDS, MOST_ROUNDS
 from gradwire.testing import thread_ranks
 from gradwire.testing.contracts import gaussian
@@ -255,9 +256,9 @@ def test_a_model_of_sparse_gradients_alone_stays_exact():
 
 def two_models(rank, second_steps, steps=60):
     """Hooks of two models that train in turn, the second one only so many steps; what each has used."""
-    hooks, specs = [rank.hook("exact") for _ in range(2)], ([], [])
+    hooks, specs, clock = [rank.hook("exact") for _ in range(2)], ([], []), Clock()
     for hook in hooks:
-        hook.pilot = Pilot(hook, Auto(hooks=ALL))
+        hook.pilot = Pilot(hook, Auto(hooks=ALL), clock)
     for step in range(steps):
         for at, hook in enumerate(hooks):
             if at == 0 and step >= second_steps:  # the one that is first on trial
@@ -268,6 +269,7 @@ def two_models(rank, second_steps, steps=60):
             hook.pilot.on_bucket(bucket)
             hook.mean(bucket).wait()
             specs[at].append(str(hook.exchange))
+            clock.now += 0.1 if specs[at][-1] == "exact" else 0.105
     return specs
 
 

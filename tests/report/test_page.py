@@ -131,8 +131,9 @@ def test_text_from_records_is_escaped(page):
         [run("exact"), run("noop")],
         [run("exact"), run("int8", gradient_error=0.0)],
         [run("exact"), run("int8"), run("int8", link="1gbit")],
+        [run("exact"), run("bf16"), run("int8", link="1gbit")],
     ],
-    ids=["no baselines", "only baselines", "no error", "no baseline on one link"],
+    ids=["no baselines", "only baselines", "no error", "no baseline on one link", "a hook without a baseline"],
 )
 def test_a_page_with_less_to_show_still_stands(members):
     page = Page(to_html(summarise(members)))

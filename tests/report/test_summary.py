@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from gradwire.bench.records import NO_LINK
+from gradwire.bench.records import NO_LINK, Cell
 from gradwire.report import RecordsError, advise, summarise, to_markdown
 from gradwire.report.columns import COLUMNS
 from gradwire.report.crossover import crossovers, find, rate_text
+from gradwire.report.summary import by_latency
 from gradwire.report.write import to_json
 
 from .kit import run, runs
@@ -187,3 +188,12 @@ def test_json_has_null_for_what_is_no_number():
     told = to_json(summarise([run("exact"), run("int8", loss=math.nan)]), None)
     rows = json.loads(told, parse_constant=pytest.fail)["groups"][0]["rows"]
     assert (rows["int8"]["loss"], rows["exact"]["loss"]) == (None, 3.0)
+
+
+def test_a_link_without_a_limit_is_the_fast_end_whatever_the_latency():
+    far = replace(run("int8", SLOW), cell=Cell(0, 2, f"{SLOW},latency=5ms", "int8"))
+    summary = summarise([run("int8"), run("int8", SLOW), far])
+    assert [[each.link for each in alike] for alike in by_latency(summary.groups)] == [
+        [SLOW, NO_LINK],
+        [f"{SLOW},latency=5ms", NO_LINK],
+    ]

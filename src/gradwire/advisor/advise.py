@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.advisor.headroom import STEPS, Headroom, headroom, local_ranks
@@ -142,6 +143,8 @@ def advise(
     ranks: dict[str, Any] = {"nproc": nproc, "torchrun": torchrun}
     first = lambda part, doing: report(part / 2, f"headroom: {doing}")  # noqa: E731 - the same bar for both runs
     found = headroom(script, steps=steps, link=link, stop=True, report=first, **ranks)
+    if dist.is_initialized():  # inside a launcher: the script makes its group anew when it runs again
+        dist.destroy_process_group()
     told = _survey(script, settings, found, link, ranks, report)
     if found is None or told is None:
         return None

@@ -32,7 +32,7 @@ from gradwire.launch.plan import new_plan
 STEPS = 80
 BOUND = 0.10
 """Less exposed communication than this part of a step, and the network is not what holds a run back."""
-MIN_ROUNDS, SURE_ROUNDS = 2, 4
+MIN_ROUNDS, SURE_ROUNDS, FEW = 2, 4, 6
 EXTRA_STEPS = 2
 """The built-in script takes so many more than are timed: a step ends when the next begins."""
 ONE_RANK = "there is no communication to measure; take --nproc 2 or more"
@@ -68,7 +68,7 @@ class Headroom:
 
     @property
     def exposed_between(self) -> tuple[float, float]:
-        """A 95% interval around it; of fewer than six rounds all that was seen, which is less sure."""
+        """A 95% interval around it; of fewer than `FEW` rounds all that was seen, which is less sure."""
         return median_interval(self._parts())
 
     @property
@@ -85,7 +85,7 @@ class Headroom:
     def is_certain(self) -> bool:
         """Whether there are rounds enough, and the interval lies on one side of BOUND."""
         low, high = self.exposed_between
-        return len(self._rounds()) >= SURE_ROUNDS and (low >= BOUND) == (high >= BOUND)
+        return len(self.rounds()) >= SURE_ROUNDS and (low >= BOUND) == (high >= BOUND)
 
     def verdict(self) -> str:
         """In a sentence or two."""
@@ -101,7 +101,7 @@ class Headroom:
             )
         if self.is_certain:
             return text
-        why = "vary too much" if len(self._rounds()) >= SURE_ROUNDS else "are too few"
+        why = "vary too much" if len(self.rounds()) >= SURE_ROUNDS else "are too few"
         return f"{text} The steps {why} to be sure: measure more of them with --steps {2 * self.wanted_steps}."
 
     def as_dict(self) -> dict[str, Any]:
@@ -121,12 +121,12 @@ class Headroom:
         }
 
     def _differences(self) -> list[float]:
-        return [with_s - without_s for with_s, without_s in self._rounds()]
+        return [with_s - without_s for with_s, without_s in self.rounds()]
 
     def _parts(self) -> list[float]:
-        return [1 - without_s / with_s for with_s, without_s in self._rounds()]
+        return [1 - without_s / with_s for with_s, without_s in self.rounds()]
 
-    def _rounds(self) -> list[tuple[float, float]]:
+    def rounds(self) -> list[tuple[float, float]]:
         """The mean of the steps with communication, and of those without.
 
         If there are enough, of two rounds together, of which one is the other way round (`communicates`).
@@ -152,7 +152,7 @@ def headroom(
 
     With `stop` the script is ended as soon as that is done. `nproc` and `torchrun` say how ranks are started; inside a
     launcher the script runs in this process, and all ranks but the first return None. `report` is told the part done,
-    and `tell` the result as soon as there is one, whatever becomes of the script then; not inside a launcher.
+    and `tell` the result as soon as there is one, whatever becomes of the script then; inside a launcher, at its end.
     SpecError before anything starts for what cannot be measured, such as one rank.
     """
     if steps < MIN_ROUNDS * len(ORDER):
@@ -177,7 +177,11 @@ def headroom(
                     tell(found)
             return stop and done >= steps
 
-        follow(plan, script, nproc, torchrun, enough=enough)
+        try:
+            follow(plan, script, nproc, torchrun, enough=enough)
+        except ScriptFailed:  # after the last timed step, perhaps: what is known is told all the same
+            enough()
+            raise
         return _result(plan)
 
 

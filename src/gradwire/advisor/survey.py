@@ -21,7 +21,8 @@ from gradwire.advisor.probe import probe
 from gradwire.advisor.rehearse import Layout, rehearse
 from gradwire.exchanges import exchange
 from gradwire.hook import Hook
-from gradwire.policies.auto import TURN_STEPS, WARM_STEPS, Auto, Pilot
+from gradwire.policies.auto import Auto
+from gradwire.policies.pilot import TURN_STEPS, WARM_STEPS, Pilot
 from gradwire.policies.trial import Trial
 from gradwire.stats import Stats
 
@@ -80,23 +81,26 @@ class Survey(Pilot):
         probed = probe(hook, pairs=False)
         wire: Wire = Link.parse(self._link) if self._link else probed
         compute = _compute(self._compute or UNKNOWN, layouts)
-        found = {
-            spec: predict_step(rehearse(exchange(spec), layouts, hook.size), wire, compute, probed.toll)
-            for spec in self.settings.specs
+        aside = {bucket.index: flat for bucket, flat in self._aside}
+        gradients = [aside[index] for index in sorted(hook.layouts)] if aside.keys() == hook.layouts.keys() else None
+        courses = {
+            spec: rehearse(exchange(spec), layouts, hook.size, gradients=gradients) for spec in self.settings.specs
         }
+        found = {spec: predict_step(course, wire, compute, probed.toll) for spec, course in courses.items()}
         times = torch.tensor([value.step_s for value in found.values()], dtype=torch.float64)
         first = hook.gather(times)[0].tolist()
         return {spec: replace(value, step_s=step_s) for (spec, value), step_s in zip(found.items(), first, strict=True)}
 
     def _switch(self, spec: str) -> None:
-        if self._trial is not None and spec != str(self._hook.exchange):
+        if self._trial is not None:
             self._end_turn()
         super()._switch(spec)
 
     def _end_turn(self) -> None:
-        """Keep what the hook has counted."""
+        """Keep what the hook has counted in this step."""
         if self._counts:
             self._stats.setdefault(str(self._hook.exchange), []).append(self._hook.stats())
+        self._hook.reset_stats()
 
     def _decide(self, trial: Trial) -> None:
         """As for `auto`."""

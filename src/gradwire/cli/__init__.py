@@ -69,15 +69,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.errno not in (errno.EPIPE, errno.ENOSPC):
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter writes the rest
-        return 1 if error.errno == errno.EPIPE else _fail(f"cannot write the output: {error.strerror}", 1)
+        return 1 if error.errno == errno.EPIPE else _fail(f"cannot write: {error.strerror}", 1)
     return 0
 
 
 def _take_any_text() -> None:
     """Where the terminal's encoding has no sign for a character it gets a question mark, and no traceback."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
+    if isinstance(sys.stdout, io.TextIOWrapper):  # stderr writes such characters as numbers anyway
+        sys.stdout.reconfigure(errors="replace")
 
 
 def parser(loaded: Collection[str] = VERBS) -> argparse.ArgumentParser:

@@ -9,7 +9,7 @@ import textwrap
 from contextlib import nullcontext
 from typing import Any
 
-from gradwire.advisor.headroom import STEPS, Headroom, headroom
+from gradwire.advisor.headroom import FEW, STEPS, Headroom, headroom
 from gradwire.bench import plain
 from gradwire.bench.progress import Lines, progress
 from gradwire.cli.script import add_script, ranks_of, results, script_of
@@ -76,7 +76,7 @@ def to_text(found: Headroom) -> str:
         f"  with communication     {_times(found.with_s)}",
         f"  without communication  {_times(found.without_s)}",
         f"  exposed communication  {found.exposed_s * 1e3:8.2f} ms, {found.exposed:.1%} of a step "
-        f"(95%: {low:.1%} to {high:.1%})",
+        f"({'95%' if len(found.rounds()) >= FEW else 'seen'}: {low:.1%} to {high:.1%})",
         f"  ceiling on speed-up    {found.ceiling:8.2f} x",
         textwrap.fill(found.verdict(), WIDTH),
     ]

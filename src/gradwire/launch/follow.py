@@ -7,8 +7,6 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import torch.distributed as dist
-
 from gradwire.launch.launch import launch
 from gradwire.launch.plan import Plan
 from gradwire.launch.script import Script, ScriptFailed, run_under
@@ -26,8 +24,6 @@ def follow(
             run_under(plan, script)
         except ScriptFailed as failed:
             raise _for_torchrun(plan, failed) from None
-        if dist.is_initialized():  # the script may be run once more
-            dist.destroy_process_group()
     else:
         launch(script, plan, nproc=nproc, torchrun=torchrun, enough=enough)
 

@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import TCPStore
 from gradwire.bench.ranks import check_nproc, threads_each
 from gradwire.launch.plan import PARENT, Plan
 from gradwire.launch.script import Script, ScriptFailed
-from gradwire.launch.supervise import Command, supervise
+from gradwire.launch.supervise import RANK, Command, supervise
 
 LOCALHOST = "127.0.0.1"
 MEANT_FOR_TORCHRUN = (
@@ -52,7 +52,7 @@ def launch(
         return
     with _rendezvous(nproc) as shared:
         env = {"OMP_NUM_THREADS": str(threads_each(nproc)), **env, **shared}
-        supervise([Command(f"rank {rank}", words, {**env, **_numbers(rank)}) for rank in range(nproc)], plan, enough)
+        supervise([Command(f"{RANK}{rank}", words, {**env, **_numbers(rank)}) for rank in range(nproc)], plan, enough)
 
 
 @contextlib.contextmanager

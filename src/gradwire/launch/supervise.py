@@ -21,6 +21,8 @@ CAUSE_S = 1.0
 """After the first failure: how long to wait for a rank that knows more about it."""
 GRACE_S = 0.8
 """How long processes may take to end by themselves, to save something for instance, before they are killed."""
+RANK = "rank "
+"""How the names of commands begin that are ranks; others start ranks of their own, and echo them."""
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -77,10 +79,11 @@ def _failure(running: Sequence[subprocess.Popen[bytes]], commands: Sequence[Comm
         time.sleep(TICK_S)
     notes = sorted(plan.notes("failed"), key=lambda note: float(note["time_s"]))
     codes = {command.name: process.poll() or 0 for command, process in zip(commands, running, strict=True)}
-    silent = {name: code for name, code in codes.items() if code and name not in {note["who"] for note in notes}}
-    if notes and (_causes(plan) or not silent):
+    failed = {name: code for name, code in codes.items() if code}
+    silent = {name: code for name, code in failed.items() if name not in {note["who"] for note in notes}}
+    if notes and (_causes(plan) or not any(name.startswith(RANK) for name in silent)):
         return ScriptFailed(_tell(next(iter(_causes(plan)), notes[0])))
-    name, code = next(iter(silent.items()))
+    name, code = next(iter((silent or failed).items()))
     return ScriptFailed(f"{name} {_ended(code)}", code if code > 0 else 128 - code)
 
 

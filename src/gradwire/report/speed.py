@@ -49,8 +49,9 @@ class Axis:
 
 def speed_up(key: str, groups: Sequence[Group], hooks: Sequence[str]) -> Markup:
     """Every hook against exact, over the link's rate; `groups` differ in the link alone. Rings mark crossovers."""
-    shown = [hook for hook in hooks if hook != "exact" and any(group.row(hook) for group in groups)]
-    ratios = [ratio for group in groups for row in group.rows if (ratio := group.speed_up(row)) is not None]
+    compared = [group for group in groups if group.exact is not None]
+    shown = [hook for hook in hooks if hook != "exact" and any(group.row(hook) for group in compared)]
+    ratios = [ratio for group in compared for row in group.rows if (ratio := group.speed_up(row)) is not None]
     if not ratios or not shown:
         return join()
     bottom = height(len(shown), TOP)

@@ -139,11 +139,13 @@ def link_name(link: str) -> str:
 
 
 def by_latency(groups: Sequence[Group]) -> list[list[Group]]:
-    """Groups that differ in the rate alone; a link without a limit has no latency either."""
+    """Groups that differ in the rate alone. A link without a limit is the fast end of all, whatever their latency."""
+    free = [group for group in groups if group.link == NO_LINK]
     found: dict[str, list[Group]] = {}
     for group in groups:
-        found.setdefault(group.latency, []).append(group)
-    return list(found.values())
+        if group.link != NO_LINK:
+            found.setdefault(group.latency, []).append(group)
+    return [[*members, *free] for members in found.values()] or [free]
 
 
 def _check_comparable(runs: Sequence[Run]) -> None:
