@@ -23,7 +23,7 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -234,40 +234,22 @@ def layouts_of(hook: gradwire.Hook) -> list[Layout]:
     return [hook.layouts[index] for index in sorted(hook.layouts)]
 
 
-@dataclass(frozen=True)
-class Seen:
-    """A step of the model that trains under `noop`."""
-
-    compute: Compute
-    came_s: Mapping[str, float]
-    """When each parameter's gradient was there."""
-    gradients: Mapping[str, Tensor]
-
-
-def look(spare: Run) -> Seen:
-    """At its steps."""
-    hook = hook_of(spare)
-    compute = measure_compute(hook, lambda: spare.task.forward(spare.model), spare.task.after, cores=1)
-    parts = [
-        (part, ready_s) for layout, ready_s in zip(layouts_of(hook), compute.ready_s, strict=True) for part in layout
-    ]
-    return Seen(compute, {part.name: at_s for part, at_s in parts}, {part.name: part.param.grad for part, _ in parts})
-
-
-def predict(hook: gradwire.Hook, wire: Probe, seen: Seen) -> float:
-    """Seconds of a step in the hook's own buckets, whose gradients are and come as in the model that was looked at."""
+def predict(hook: gradwire.Hook, wire: Probe, compute: Compute, came_s: Mapping[str, float]) -> float:
+    """Seconds of a step in the hook's own buckets; `came_s` says when the gradient of each parameter is there."""
     layouts = layouts_of(hook)
-    gradients = [torch.cat([seen.gradients[part.name].flatten() for part in layout]) for layout in layouts]
-    ready_s = itertools.accumulate((max(seen.came_s[part.name] for part in layout) for layout in layouts), max)
-    courses = rehearse(hook.exchange, layouts, hook.size, gradients=gradients)
-    return predict_step(courses, wire, replace(seen.compute, ready_s=tuple(ready_s)), wire.toll).step_s
+    ready_s = itertools.accumulate((max(came_s[part.name] for part in layout) for layout in layouts), max)
+    courses = rehearse(hook.exchange, layouts, hook.size)
+    return predict_step(courses, wire, replace(compute, ready_s=tuple(ready_s)), wire.toll).step_s
 
 
 def predict_all(runs: Sequence[Run], spare: Run, wire: Probe) -> None:
     """Adds what the cost model says at this time; the slowest rank counts."""
-    hook, seen = hook_of(spare), look(spare)
+    hook = hook_of(spare)
+    compute = measure_compute(hook, lambda: spare.task.forward(spare.model), spare.task.after, cores=1)
+    pairs = zip(layouts_of(hook), compute.ready_s, strict=True)
+    came_s = {part.name: ready_s for layout, ready_s in pairs for part in layout}
     asked = [each for each in runs if each.name not in ("plain", "auto")]
-    mine = [predict(hook_of(each), wire, seen) for each in asked]
+    mine = [predict(hook_of(each), wire, compute, came_s) for each in asked]
     slowest = hook.gather(torch.tensor(mine, dtype=torch.float64)).amax(0).tolist()
     for each, step_s in zip(asked, slowest, strict=True):
         each.predicted.append(step_s)

@@ -7,7 +7,6 @@ is measured with everything that belongs to it: feedback, exempt tensors, low-ra
 
 from __future__ import annotations
 
-import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -64,44 +63,34 @@ def rehearse(
     layouts: Iterable[Layout],
     size: int,
     *,
-    gradients: Iterable[Tensor] | None = None,
     steps: int = STEPS,
     at_step: int = 0,
     chunk_bytes: int | None = None,
 ) -> list[list[Course]]:
     """The courses of every bucket's chunks on `size` ranks, as rank 0 would see them.
 
-    Takes the time of averaging each bucket `steps` times. `gradients` are what is in the buckets, as choosing the
-    largest values, say, takes longer on real ones than on random ones; without them buckets that look the same are
-    rehearsed once. `at_step` is the number of steps before, for exchanges that change over time. The result is for this
-    machine and this thread's share of it.
+    Takes the time of averaging each bucket `steps` times; buckets that look the same are rehearsed once. `at_step` is
+    the number of steps before, for exchanges that change over time. The result is for this machine and this thread's
+    share of it.
     """
     known: dict[object, list[Course]] = {}
     courses = []
     other = torch.zeros(COLD_BYTES, dtype=torch.uint8).view(torch.float32)
-    for layout, values in zip(layouts, itertools.repeat(None) if gradients is None else gradients, strict=False):
-        parts = ((part.name, tuple(part.param.shape), part.param.dtype, part.start, part.numel) for part in layout)
-        key = (*parts, id(values))
+    for layout in layouts:
+        key = tuple((part.name, tuple(part.param.shape), part.param.dtype, part.start, part.numel) for part in layout)
         if key not in known:
-            filled = _values(layout) if values is None else values
-            known[key] = _rehearse_bucket(exchange, layout, filled, size, steps, at_step, chunk_bytes, other)
+            known[key] = _rehearse_bucket(exchange, layout, size, steps, at_step, chunk_bytes, other)
         courses.append(known[key])
     return courses
 
 
 def _rehearse_bucket(
-    exchange: Exchange,
-    layout: Layout,
-    values: Tensor,
-    size: int,
-    steps: int,
-    at_step: int,
-    chunk_bytes: int | None,
-    other: Tensor,
+    exchange: Exchange, layout: Layout, size: int, steps: int, at_step: int, chunk_bytes: int | None, other: Tensor
 ) -> list[Course]:
     runner = _DryRunner(size)
     hook = Hook(exchange, runner, rank=0, size=size, device=torch.device("cpu"), chunk_bytes=chunk_bytes)
     hook.load_state_dict({**hook.state_dict(), "step": at_step})
+    values = _values(layout)
     taken = []
     for _ in range(steps):
         bucket = Bucket(0, values.clone(), layout, is_last=True)

@@ -81,12 +81,10 @@ class Survey(Pilot):
         probed = probe(hook, pairs=False)
         wire: Wire = Link.parse(self._link) if self._link else probed
         compute = _compute(self._compute or UNKNOWN, layouts)
-        aside = {bucket.index: flat for bucket, flat in self._aside}
-        gradients = [aside[index] for index in sorted(hook.layouts)] if aside.keys() == hook.layouts.keys() else None
-        courses = {
-            spec: rehearse(exchange(spec), layouts, hook.size, gradients=gradients) for spec in self.settings.specs
+        found = {
+            spec: predict_step(rehearse(exchange(spec), layouts, hook.size), wire, compute, probed.toll)
+            for spec in self.settings.specs
         }
-        found = {spec: predict_step(course, wire, compute, probed.toll) for spec, course in courses.items()}
         times = torch.tensor([value.step_s for value in found.values()], dtype=torch.float64)
         first = hook.gather(times)[0].tolist()
         return {spec: replace(value, step_s=step_s) for (spec, value), step_s in zip(found.items(), first, strict=True)}

@@ -142,8 +142,8 @@ class Pilot:
             self._step = WARM_STEPS
             return
         self._errors = {spec: self._error(spec, exact, total) for spec in self.settings.specs}
-        taking_part = self._candidates()
         self._aside.clear()
+        taking_part = self._candidates()
         if taking_part == ["exact"]:
             self._settle("exact", f"no other candidate is within max_error={self.settings.max_error:g}")
         else:
