@@ -42,7 +42,7 @@ for model in (copied, saved):
     try:
         gradwire.register(model, "bf16")
     except gradwire.RegisterError as error:
-        assert "was copied or saved whole, without its hook; wrap its module" in str(error)
+        assert "was copied or saved whole and has lost its hook; wrap its module" in str(error)
     else:
         raise AssertionError("the copy's hook slot is taken by a hook that is not there")
 dist.destroy_process_group()
