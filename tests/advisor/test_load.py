@@ -3,6 +3,8 @@
 import threading
 import time
 
+import torch
+
 from gradwire.advisor.load import Load
 
 
@@ -20,6 +22,12 @@ def test_what_others_compute_is_counted_and_the_load_itself_is_not():
     busy_s = load.taken_by(act, 4)
     assert busy_s > 0.5 * sum(spent)
     assert busy_s > idle_s
+
+
+def test_it_leaves_the_global_generator_alone():
+    before = torch.get_rng_state()
+    Load().calibrate().taken_by(lambda: None, 1)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_it_computes_only_while_it_is_asked_to():
