@@ -37,14 +37,14 @@ import netns
 from advice_table import BASES, best, print_cell, print_summary
 from advice_tasks import TASKS, Task
 from gradwire.advisor import predict_step, rehearse
-from gradwire.advisor.compute import measure_compute
-from gradwire.advisor.cost import Compute
-from gradwire.advisor.probe import Probe, probe
-from gradwire.advisor.rehearse import Layout
-from gradwire.bench.progress import progress
-from gradwire.bench.ranks import Report, run_ranks
+from gradwire.auto.settings import Auto
 from gradwire.exchanges import EXCHANGES
-from gradwire.policies.auto import Auto
+from gradwire.tools.launch.local import Report, run_ranks
+from gradwire.tools.measure.compute import measure_compute
+from gradwire.tools.measure.cost import Compute
+from gradwire.tools.measure.probe import Probe, probe
+from gradwire.tools.measure.rehearse import Layout
+from gradwire.tools.records.progress import progress
 
 PREDICT_ROUNDS = 3
 """Rounds between predictions."""

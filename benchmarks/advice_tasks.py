@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from gradwire.bench.workload import Workload, WorkloadSettings
+from gradwire.tools.workload import Workload, WorkloadSettings
 from shaped import BATCH, LAYERS, WIDTH
 
 

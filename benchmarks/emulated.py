@@ -24,16 +24,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from gradwire.advisor.compute import measure_compute
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 import netns
 from gradwire.advisor import EmulatedLink, Link, predict_step, rehearse
-from gradwire.advisor.compute import measure_compute
-from gradwire.bench.progress import progress
-from gradwire.bench.ranks import Report, run_ranks
 from gradwire.exchanges import EXCHANGES
+from gradwire.tools.launch.local import Report, run_ranks
+from gradwire.tools.records.progress import progress
 from shaped import BATCH, LAYERS, WIDTH
 
 CLOSE = 0.10

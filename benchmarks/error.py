@@ -33,10 +33,10 @@ from torch import Tensor
 
 from error_plot import page, plot
 from gradwire import kernels
-from gradwire.bench.workload import WorkloadSettings
-from gradwire.bucket import make_bucket
 from gradwire.exchanges import exchange
+from gradwire.exchanges.bucket import make_bucket
 from gradwire.testing import Rank, thread_ranks
+from gradwire.tools.workload import WorkloadSettings
 from references import LLOYD_MAX, REMEMBERED, Part, Scheme, Snapshot, coded, described, few, gradients, schemes, tensors
 
 RESULTS = Path(__file__).parent / "results"

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gradwire import kernels
 from gradwire.codecs import CODECS
-from gradwire.scratch import Scratch
+from gradwire.kernels.memory import Scratch
 from gradwire.spec import build
 
 VARIANTS = (

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.bench.workload import Workload, WorkloadSettings
-from gradwire.ddp import register
+from gradwire.models.ddp import register
 from gradwire.optim import DiLoCo, LocalSGD
 from gradwire.testing import spawn_ranks
+from gradwire.tools.workload import Workload, WorkloadSettings
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from gradwire.kernels.cpu import low_rank as numba
+from gradwire.kernels.numba import low_rank as numba
 from gradwire.kernels.torch import low_rank as plain
 
 REPEATS = 15

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gradwire.bench.workload import Workload, WorkloadSettings
-from gradwire.codecs import CODECS, decode
+from gradwire.codecs import CODECS
 from gradwire.spec import build
+from gradwire.tools.workload import Workload, WorkloadSettings
 
 TRAINED_ON = 2
 REMEMBERED = 4
@@ -175,8 +175,8 @@ def schemes() -> list[Scheme]:
 def coded(spec: str, kind: str) -> Scheme:
     """One of gradwire's codecs."""
     codec = build("codec", spec, CODECS)
-    few_bits = getattr(codec, "few_bits", False)
-    return Scheme(spec, lambda flat: decode(codec, codec.encode(flat), flat.numel()), codec.wire_bytes, kind, few_bits)
+    few_bits = codec.exempts_small
+    return Scheme(spec, lambda flat: codec.decode(codec.encode(flat), flat.numel()), codec.wire_bytes, kind, few_bits)
 
 
 def mxfp8(flat: Tensor) -> Tensor:

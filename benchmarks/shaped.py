@@ -5,8 +5,8 @@
 All hooks of a cell run in the same processes, one after the other, round after round, so that a slow minute of the
 machine hits them all. torch's hooks that are known to hang or abort get processes and a time limit of their own.
 
-Buckets are what each hook makes of DDP's default: 25 MB, smaller ones under gradwire (`gradwire.rebucket`). A size
-after an @, as in plain@4, is DDP's bucket_cap_mb for one hook, and --bucket-mb for all others.
+Buckets are what each hook makes of DDP's default: 25 MB, smaller ones under gradwire (see `gradwire.models.buckets`).
+A size after an @, as in plain@4, is DDP's bucket_cap_mb for one hook, and --bucket-mb for all others.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 import netns
-from gradwire.verify import fingerprint
+from gradwire.engine.verify import fingerprint
 
 OURS = (
     "exact",

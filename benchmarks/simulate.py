@@ -31,14 +31,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire.advisor import Compute, EmulatedLink, Link, predict_step, rehearse
-from gradwire.advisor.compute import measure_compute
-from gradwire.advisor.fit import Fit
-from gradwire.advisor.probe import probe
-from gradwire.advisor.simulate import Scene, faster, one_thread, simulate
-from gradwire.bench.progress import progress
-from gradwire.bench.ranks import Report, cores, run_ranks
-from gradwire.bench.workload import Workload, WorkloadSettings
-from gradwire.bucket import segments_of
+from gradwire.exchanges.bucket import segments_of
+from gradwire.tools.launch.local import Report, cores, run_ranks
+from gradwire.tools.measure.compute import measure_compute
+from gradwire.tools.measure.fit import Fit
+from gradwire.tools.measure.probe import probe
+from gradwire.tools.measure.simulate import Scene, faster, one_thread, simulate
+from gradwire.tools.records.progress import progress
+from gradwire.tools.workload import Workload, WorkloadSettings
 
 HOOKS = ("noop", "exact", "bf16", "int8", "int4", "powersgd")
 WAYS = ("own", "simulated")

@@ -13,9 +13,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from gradwire.bench.measure import checked, measure
-from gradwire.bench.records import PLAIN, Record, Settings
-from gradwire.bench.workload import WorkloadSettings
+from gradwire.tools.measure.hooks import checked, measure
+from gradwire.tools.records.records import PLAIN, Record, Settings
+from gradwire.tools.workload import WorkloadSettings
 
 HOOKS = ("int8", "int6", "int4", "int3", "int2", "int2:feedback=true", "sign", "sign:feedback=true", "topk")
 

@@ -8,8 +8,8 @@ import argparse
 import torch.distributed as dist
 
 from gradwire.advisor import emulate
-from gradwire.bench.workload import Workload, WorkloadSettings
 from gradwire.optim import DiLoCo
+from gradwire.tools.workload import Workload, WorkloadSettings
 
 
 def main() -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gradwire.bucket import cut, make_bucket, segments_of
+from gradwire.exchanges.bucket import cut, make_bucket, segments_of
 
 
 @pytest.mark.parametrize(

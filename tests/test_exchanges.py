@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from gradwire.bucket import make_bucket
 from gradwire.errors import RegisterError, SpecError
 from gradwire.exchanges import EXCHANGES, Coded, Exact, exchange
 from gradwire.exchanges.allocate import widths_of
+from gradwire.exchanges.bucket import make_bucket
 from gradwire.testing import thread_ranks
 from gradwire.testing.contracts import EXCHANGE_CHECKS, gaussian
 

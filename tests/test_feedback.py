@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from gradwire.bucket import make_bucket
-from gradwire.checkpoint import pack
+from gradwire.engine.checkpoint import pack
+from gradwire.engine.residuals import Residuals
 from gradwire.errors import StateError
-from gradwire.feedback import Residuals
+from gradwire.exchanges.bucket import make_bucket
 from gradwire.testing import thread_ranks
 from gradwire.testing.contracts import gaussian
 
@@ -21,7 +21,7 @@ def test_residuals_follow_their_parameters_to_new_buckets():
     again = residuals.of(make_bucket([torch.zeros(3), torch.zeros(2), torch.zeros(1)], ["b", "a", "c"]))
     assert again.tolist() == [2, 3, 4, 0, 1, 0]
     again.add_(1)
-    assert {name: owed.tolist() for name, owed in residuals.by_name().items()} == {
+    assert {name: owed.tolist() for name, owed in residuals.copies().items()} == {
         "a": [1, 2],
         "b": [3, 4, 5],
         "c": [1],
@@ -30,16 +30,16 @@ def test_residuals_follow_their_parameters_to_new_buckets():
 
 def test_what_is_due_is_due_until_every_chunk_is_paid():
     residuals, bucket = Residuals(), make_bucket([torch.zeros(2)], ["a"])
-    assert residuals.due(bucket) is None
+    assert residuals.pending(bucket) is None
     residuals.of(bucket).fill_(5)
     yes, no = torch.tensor(True), torch.tensor(False)
     for flags in ([yes, no], []):
-        owed, paid = residuals.due(bucket)
+        owed, paid = residuals.pending(bucket)
         assert owed.tolist() == [5, 5]
         paid.extend(flags)
-    residuals.due(bucket)[1].extend([yes, yes])
-    assert not residuals.by_name()
-    assert residuals.due(bucket) is None
+    residuals.pending(bucket)[1].extend([yes, yes])
+    assert not residuals.copies()
+    assert residuals.pending(bucket) is None
     assert residuals.of(bucket).tolist() == [0, 0]
 
 
@@ -54,7 +54,7 @@ def test_scale():
     residuals = Residuals()
     residuals.load({"a": torch.ones(3)})
     residuals.scale_(0.5)
-    assert residuals.by_name()["a"].tolist() == [0.5] * 3
+    assert residuals.copies()["a"].tolist() == [0.5] * 3
 
 
 def run_steps(rank, hook, steps, numel=500):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gradwire.gloo import LARGE_BYTES, SMALL_BYTES
+from gradwire.engine.gloo import LARGE_BYTES, SMALL_BYTES
 from gradwire.testing import thread_ranks
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.uint8, torch.int64)

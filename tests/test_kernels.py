@@ -9,11 +9,10 @@ import torch
 
 from gradwire import kernels
 from gradwire.codecs import CODECS
-from gradwire.codecs.base import reduce_, sum_
 from gradwire.spec import build
 
 kernels.load()
-CPU, TORCH = (importlib.import_module(f"gradwire.kernels.{way}.half") for way in ("cpu", "torch"))
+CPU, TORCH = (importlib.import_module(f"gradwire.kernels.{way}.half") for way in ("numba", "torch"))
 SPECIAL = [0.0, -0.0, 1.0, 65504.0, 65519.9, 65520.0, 65536.0, 6e-8, 2.9e-8, 3e-8, 3.4e38, -3.4e38, 1e-45, 1e-40]
 NON_FINITE = [float("inf"), float("-inf"), float("nan")]
 
@@ -77,8 +76,8 @@ def test_half_scale(numel, scale):
 
 def test_says_once_that_numba_is_missing(monkeypatch, caplog):
     kernels.load.cache_clear()
-    monkeypatch.setattr(kernels, "_cpu", None)
-    monkeypatch.setitem(sys.modules, "gradwire.kernels.cpu", None)
+    monkeypatch.setattr(kernels, "_numba", None)
+    monkeypatch.setitem(sys.modules, "gradwire.kernels.numba", None)
     monkeypatch.delattr(kernels, "cpu", raising=False)
     with caplog.at_level(logging.WARNING, "gradwire"):
         assert kernels.load() is None
@@ -114,7 +113,7 @@ def both(monkeypatch):
     def call(function):
         results = []
         for way in (kernels.load(), None):
-            monkeypatch.setattr(kernels, "_cpu", way)
+            monkeypatch.setattr(kernels, "_numba", way)
             results.append(function())
         return results
 
@@ -194,7 +193,7 @@ def test_same_sums(spec, both):
             for row, kind in zip(table, kinds, strict=True):
                 codec.encode(found[kind], out=row[4:-4])
             wires, own = table[:, 4:-4], found[kinds[0]].flip(0).contiguous()
-            sums = both(lambda n=numel, w=wires: sum_(codec, torch.empty(n), w, 1 / 3))
+            sums = both(lambda n=numel, w=wires: codec.sum_(torch.empty(n), w, 1 / 3))
             assert same_values(*sums), (codec, numel, kinds)
             for skip in (0, 2):
                 outs = both(lambda o=own, w=wires, k=skip: reduced(codec, o, w, k))
@@ -213,5 +212,5 @@ SUMS = [
 
 def reduced(codec, own, wires, skip):
     wire = torch.zeros(wires.shape[1], dtype=torch.uint8)
-    reduce_(codec, wire, own, wires, skip, 1 / 3)
+    codec.reduce_(wire, own, wires, skip, 1 / 3)
     return wire

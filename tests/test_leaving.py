@@ -8,9 +8,9 @@ import pytest
 LEAVE = """
 import sys, time, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from gradwire.advisor.alternate import Alternating, Clock
-from gradwire.bucket import make_bucket
-from gradwire.ddp import make_hook
+from gradwire.tools.measure.alternate import Alternating, Clock
+from gradwire.exchanges.bucket import make_bucket
+from gradwire.models.ddp import make_hook
 from gradwire.exchanges import exchange
 
 store, rank, what = sys.argv[1], int(sys.argv[2]), sys.argv[3]

@@ -6,11 +6,11 @@ import torch
 from torch import nn
 
 from gradwire import SpecError, StateError
-from gradwire.bucket import Bucket, make_bucket, segments_of
-from gradwire.comm import GroupComm
+from gradwire.engine.lanes import GroupComm
 from gradwire.exchanges import exchange
-from gradwire.exchanges.matrices import shape_of
-from gradwire.kernels.cpu import low_rank as cpu
+from gradwire.exchanges.bucket import Bucket, make_bucket, segments_of
+from gradwire.exchanges.low_rank.matrices import shape_of
+from gradwire.kernels.numba import low_rank as cpu
 from gradwire.kernels.torch import low_rank as plain
 from gradwire.testing import thread_ranks
 

@@ -31,12 +31,13 @@ assert "numba" not in sys.modules
 
 LIGHT = """
 import sys
-import gradwire, gradwire.cli
+import gradwire, gradwire.tools.cli
 assert "torch" not in sys.modules
 assert {*gradwire.__all__, *gradwire.SUBMODULES} <= set(dir(gradwire))
 assert not hasattr(gradwire, "regsiter")
 assert "torch" not in sys.modules
-from gradwire import SpecError, register
+from gradwire import SpecError
+from gradwire import register
 assert gradwire.register is register is vars(gradwire)["register"]
 assert gradwire.optim.LocalSGD
 assert gradwire.codecs.CODECS

@@ -26,24 +26,24 @@ __all__ = [
 ]
 
 HOMES = {
-    "Bucket": "bucket",
+    "Bucket": "exchanges",
     "Codec": "codecs",
     "Exchange": "exchanges",
     "ExchangeError": "errors",
     "GradwireError": "errors",
-    "Hook": "hook",
+    "Hook": "engine.hook",
     "RegisterError": "errors",
     "SpecError": "errors",
     "StateError": "errors",
-    "Stats": "stats",
-    "Verification": "verify",
+    "Stats": "engine.stats",
+    "Verification": "engine.verify",
     "VerifyError": "errors",
     "codec": "codecs",
     "exchange": "exchanges",
-    "make_bucket": "bucket",
-    "register": "ddp",
+    "make_bucket": "exchanges",
+    "register": "models.ddp",
 }
-"""By public name, the module that has it: imported when the name is first asked for, as torch takes seconds to load."""
+"""By public name, the module that has it: imported at the first use of the name, as torch takes seconds to load."""
 SUBMODULES = (
     "advisor",
     "codecs",
@@ -52,7 +52,6 @@ SUBMODULES = (
     "exchanges",
     "kernels",
     "optim",
-    "policies",
     "report",
     "testing",
 )
@@ -66,17 +65,15 @@ if TYPE_CHECKING:
     from gradwire import exchanges as exchanges
     from gradwire import kernels as kernels
     from gradwire import optim as optim
-    from gradwire import policies as policies
     from gradwire import report as report
     from gradwire import testing as testing
-    from gradwire.bucket import Bucket, make_bucket
     from gradwire.codecs import Codec, codec
-    from gradwire.ddp import register
+    from gradwire.engine.hook import Hook
+    from gradwire.engine.stats import Stats
+    from gradwire.engine.verify import Verification
     from gradwire.errors import ExchangeError, GradwireError, RegisterError, SpecError, StateError, VerifyError
-    from gradwire.exchanges import Exchange, exchange
-    from gradwire.hook import Hook
-    from gradwire.stats import Stats
-    from gradwire.verify import Verification
+    from gradwire.exchanges import Bucket, Exchange, exchange, make_bucket
+    from gradwire.models.ddp import register
 else:
 
     def __getattr__(name):

@@ -6,15 +6,15 @@ from html.parser import HTMLParser
 
 import pytest
 
-from gradwire.advisor.advise import Advice, Row, _pick, advise
-from gradwire.advisor.headroom import Headroom
-from gradwire.advisor.page import runs_of, to_page
-from gradwire.advisor.survey import ROUNDS
-from gradwire.bench.records import Split
-from gradwire.cli import main
-from gradwire.cli.advise import to_text
+from gradwire.auto.pilot import TURN_STEPS
 from gradwire.errors import SpecError
-from gradwire.policies.pilot import TURN_STEPS
+from gradwire.tools.cli import main
+from gradwire.tools.cli.advise import to_text
+from gradwire.tools.measure.advise import Advice, Row, _pick, advise
+from gradwire.tools.measure.headroom import Headroom
+from gradwire.tools.measure.survey import ROUNDS
+from gradwire.tools.records.records import Split
+from gradwire.tools.report.advised import runs_of, to_page
 
 BOUND = Headroom(with_s=(0.1,) * 8, without_s=(0.05,) * 8, ranks=2, link="1gbit", wanted_steps=16)
 FREE = replace(BOUND, without_s=(0.095,) * 8)

@@ -5,10 +5,10 @@ import time
 import pytest
 import torch
 
-from gradwire.advisor.compute import measure_compute
-from gradwire.bucket import make_bucket
 from gradwire.errors import SpecError
+from gradwire.exchanges.bucket import make_bucket
 from gradwire.testing import thread_ranks
+from gradwire.tools.measure.compute import measure_compute
 
 
 class Loss:

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from gradwire.advisor import Compute, Course, Link, Send, predict, predict_step, rehearse
-from gradwire.advisor.fit import Fit
-from gradwire.bucket import Bucket, segments_of
+from gradwire.engine.gloo import THREADS
 from gradwire.errors import SpecError
 from gradwire.exchanges import EXCHANGES, exchange
-from gradwire.gloo import THREADS
-from gradwire.policies.two_level import TwoLevel
+from gradwire.exchanges.bucket import Bucket, segments_of
+from gradwire.exchanges.two_level import TwoLevel
 from gradwire.testing import thread_ranks
+from gradwire.tools.measure.fit import Fit
 
 SPECS = [
     *EXCHANGES,

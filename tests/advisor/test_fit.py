@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from gradwire.advisor.fit import fit
 from gradwire.errors import SpecError
+from gradwire.tools.measure.fit import fit
 
 SIZES = [1 << power for power in range(10, 24, 2)]
 

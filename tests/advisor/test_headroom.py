@@ -6,14 +6,14 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.advisor import headroom as measuring
-from gradwire.advisor.alternate import ORDER, UNSEEN, WARM_UP, Alternating, Clock, alternating_hook, communicates
-from gradwire.advisor.headroom import Headroom, headroom, median_interval
-from gradwire.cli import main
-from gradwire.cli.headroom import to_text
 from gradwire.errors import SpecError
-from gradwire.launch import ScriptFailed
 from gradwire.testing import spawn_ranks
+from gradwire.tools.cli import main
+from gradwire.tools.cli.headroom import to_text
+from gradwire.tools.launch import ScriptFailed
+from gradwire.tools.measure import headroom as measuring
+from gradwire.tools.measure.alternate import ORDER, UNSEEN, WARM_UP, Alternating, Clock, alternating_hook, communicates
+from gradwire.tools.measure.headroom import Headroom, headroom, median_interval
 
 
 def measured(with_ms, without_ms):

@@ -5,7 +5,7 @@ import time
 
 import torch
 
-from gradwire.advisor.load import Load
+from gradwire.tools.measure.load import Load
 
 
 def test_what_others_compute_is_counted_and_the_load_itself_is_not():

@@ -7,17 +7,17 @@ import sys
 import pytest
 
 from gradwire.advisor import Link, emulate
-from gradwire.advisor import probe as probing
-from gradwire.advisor.cost import _toll_s
-from gradwire.advisor.fit import Fit
-from gradwire.advisor.link import HOPS
-from gradwire.advisor.probe import Probe, Row, codec_speed, probe
-from gradwire.advisor.rehearse import Send
-from gradwire.cli.probe import to_text
 from gradwire.codecs import CODECS, Int8
+from gradwire.engine.gloo import LARGE_BYTES, LONG_GATHER, SHORT_SUM, SMALL_BYTES, way
 from gradwire.errors import SpecError
-from gradwire.gloo import LARGE_BYTES, LONG_GATHER, SHORT_SUM, SMALL_BYTES, way
 from gradwire.testing import thread_ranks
+from gradwire.tools.cli.probe import to_text
+from gradwire.tools.launch.link import HOPS
+from gradwire.tools.measure import probe as probing
+from gradwire.tools.measure.cost import _toll_s
+from gradwire.tools.measure.fit import Fit
+from gradwire.tools.measure.probe import Probe, Row, codec_speed, probe
+from gradwire.tools.measure.rehearse import Send
 
 LINK = Link(50e6, 2e-3)
 ROWS = (Row(1 << 10, 2, True), Row(1 << 14, 2), Row(1 << 18, 2))

@@ -7,12 +7,12 @@ import math
 import pytest
 
 from gradwire.advisor import Link
-from gradwire.advisor.noise import noise_error
-from gradwire.advisor.simulate import Pick, Scene, blocks, picks, simulate
-from gradwire.cli import main
-from gradwire.cli.simulate import links_of, params_of, ranks_of, to_text, wins
 from gradwire.errors import SpecError
 from gradwire.exchanges import exchange
+from gradwire.tools.cli import main
+from gradwire.tools.cli.simulate import links_of, params_of, ranks_of, to_text, wins
+from gradwire.tools.measure.noise import noise_error
+from gradwire.tools.measure.simulate import Pick, Scene, blocks, picks, simulate
 
 from ..report.outlooks import outlook
 

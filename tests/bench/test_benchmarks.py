@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradwire.bench.workload import WorkloadSettings
 from gradwire.codecs import CODECS
+from gradwire.tools.workload import WorkloadSettings
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # scripts find each other in their own folder
 

@@ -2,10 +2,10 @@ from pathlib import Path
 
 import pytest
 
-from gradwire.bench.demo import Demo, demo
-from gradwire.bench.records import Settings
-from gradwire.cli.demo import to_json, to_text
 from gradwire.errors import SpecError
+from gradwire.tools.cli.demo import to_json, to_text
+from gradwire.tools.demo import Demo, demo
+from gradwire.tools.records.records import Settings
 
 from ..advisor.test_advise import FREE, advice
 from ..report.kit import run

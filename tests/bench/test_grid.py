@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from gradwire.bench import grid
-from gradwire.bench.grid import Grid
-from gradwire.bench.jsonl import append, read
-from gradwire.bench.records import Cell, Origin, Settings
-from gradwire.cli import main
 from gradwire.errors import SpecError
+from gradwire.tools.cli import main
+from gradwire.tools.measure import grid
+from gradwire.tools.measure.grid import Grid
+from gradwire.tools.records.jsonl import append, read
+from gradwire.tools.records.records import Cell, Origin, Settings
 
 from ..cli.test_cli import children, wait_until_gone
 from ..report.kit import run

@@ -2,8 +2,8 @@ import io
 
 import pytest
 
-from gradwire.bench import progress as module
-from gradwire.bench.progress import Estimate, bar, progress
+from gradwire.tools.records import progress as module
+from gradwire.tools.records.progress import Estimate, bar, progress
 
 
 class Terminal(io.StringIO):

@@ -1,8 +1,9 @@
 import pytest
 
-from gradwire.bench import Settings, measure
-from gradwire.bench.ranks import RankFailed, run_ranks, threads_each
 from gradwire.errors import SpecError
+from gradwire.tools.launch.local import RankFailed, run_ranks, threads_each
+from gradwire.tools.measure.hooks import measure
+from gradwire.tools.records.records import Settings
 
 from . import targets
 

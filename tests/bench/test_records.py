@@ -6,10 +6,10 @@ from io import StringIO
 
 import pytest
 
-from gradwire.bench.jsonl import RecordsError, append, read
-from gradwire.bench.records import SCHEMA
-from gradwire.cli import main
-from gradwire.report.write import report
+from gradwire.tools.cli import main
+from gradwire.tools.records.jsonl import RecordsError, append, read
+from gradwire.tools.records.records import SCHEMA
+from gradwire.tools.report.write import report
 
 from ..report.kit import run, runs
 

@@ -3,9 +3,9 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from gradwire.bench.records import PLAIN, Record, Settings
-from gradwire.bench.table import table
 from gradwire.errors import SpecError
+from gradwire.tools.records.records import PLAIN, Record, Settings
+from gradwire.tools.records.table import table
 
 
 def record(hook, ms, sent_mb, error=1e-4, loss=2.5, **changes):

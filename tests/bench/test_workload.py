@@ -3,9 +3,9 @@ import itertools
 import pytest
 import torch
 
-from gradwire.bench.text import HELD_OUT_EVERY, even_windows, library_text, random_windows
-from gradwire.bench.workload import Workload, WorkloadSettings
 from gradwire.errors import GradwireError, SpecError
+from gradwire.tools.text import HELD_OUT_EVERY, even_windows, library_text, random_windows
+from gradwire.tools.workload import Workload, WorkloadSettings
 
 SMALL = WorkloadSettings(layers=1, width=32, heads=2, context=32, batch=4, text_bytes=2_000_000, eval_windows=6)
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import gradwire
-from gradwire.bench.jsonl import append
-from gradwire.cli import VERBS, main
+from gradwire.tools.cli import VERBS, main
+from gradwire.tools.records.jsonl import append
 
 from ..report.kit import runs
 
@@ -81,7 +81,7 @@ def test_bad_input_is_one_line_and_code_2(capsys, argv, message):
     "words", [("bench", "--ranks", "2", "64"), ("probe", "--nproc", "64"), ("demo", "--nproc", "64")]
 )
 def test_no_verb_starts_many_ranks_on_a_few_cores(monkeypatch, tmp_path, capsys, words):
-    monkeypatch.setattr("gradwire.bench.ranks.cores", lambda: 2)
+    monkeypatch.setattr("gradwire.tools.launch.local.cores", lambda: 2)
     monkeypatch.chdir(tmp_path)
     assert main(words) == 2
     assert "ranks must be between 1 and 8 on a machine with 2 cores, got 64\n" in capsys.readouterr().err
@@ -103,7 +103,7 @@ def test_no_report_takes_the_place_of_a_script(monkeypatch, tmp_path, capsys, wo
 
 WITHOUT_TORCH = """
 import sys
-from gradwire.cli import main
+from gradwire.tools.cli import main
 codes = [main(words) for words in (["--version"], ["--help"], [], ["dmeo"])]
 assert codes == [0, 0, 2, 2], codes
 assert "torch" not in sys.modules

@@ -3,8 +3,8 @@ import subprocess
 
 import pytest
 
-from gradwire.cli import VERBS, main, parser
-from gradwire.cli.completion import SHELLS, _verbs
+from gradwire.tools.cli import VERBS, main, parser
+from gradwire.tools.cli.completion import SHELLS, _verbs
 
 ASK = """
 {script}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gradwire.cli import main
+from gradwire.tools.cli import main
 
 GRADWIRE = (sys.executable, "-m", "gradwire")
 HEAD = """
@@ -153,7 +153,15 @@ def test_a_script_without_ddp_is_an_error(tmp_path, run):
 
 
 def test_inside_torchrun_and_the_traceback_of_the_rank_that_failed_comes_once(tmp_path):
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "gradwire.run")
+    torchrun = (
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "gradwire.run",
+    )
     command = (*torchrun, "--hook", "fp16", script(tmp_path, FAILS_ON_ONE))
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 1

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from gradwire import Bucket, ExchangeError, RegisterError, VerifyError
+from gradwire.auto.pilot import TURN_STEPS, WARM_STEPS
+from gradwire.auto.trial import MOST_ROUNDS
 from gradwire.exchanges import Coded, Exact, Exchange, Noop
-from gradwire.policies.pilot import TURN_STEPS, WARM_STEPS
-from gradwire.policies.trial import MOST_ROUNDS
 
 from . import models
 from .kit import ALL_SIZES, AVERAGING, FEEDBACK, SPECS, UNEVEN, Ranks, check

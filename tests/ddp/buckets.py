@@ -10,7 +10,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire
 from gradwire import RegisterError
-from gradwire.rebucket import BUCKETS, SMALLEST_BYTES
+from gradwire.exchanges.base import DEFAULT_BUCKETS
+from gradwire.models.buckets import SMALLEST_BYTES
 
 from . import models
 from .kit import UNEVEN, Ranks, check
@@ -148,10 +149,10 @@ def eighths_of_a_large_model(ranks: Ranks) -> None:
     module = nn.ParameterList([torch.zeros(1 << 20) for _ in range(16)])
     model = ranks.wrap(module)
     ranks.register(model)
-    assert model.bucket_bytes_cap == (64 << 20) // (4 if ranks.spec == "exact" else BUCKETS)
+    assert model.bucket_bytes_cap == (64 << 20) // (4 if ranks.spec == "exact" else DEFAULT_BUCKETS)
     chosen = ranks.wrap(nn.ParameterList([torch.zeros(1 << 20) for _ in range(16)]))
     ranks.register(chosen, "auto")
-    assert chosen.bucket_bytes_cap == (64 << 20) // BUCKETS
+    assert chosen.bucket_bytes_cap == (64 << 20) // DEFAULT_BUCKETS
 
 
 @check(specs=("bf16",))

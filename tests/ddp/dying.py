@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire
-from gradwire.comm import Comm
+from gradwire.exchanges.base import Comm
 
 from . import models
 from .failures import Failing

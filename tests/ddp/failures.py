@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from gradwire import Bucket
-from gradwire.comm import Comm
 from gradwire.exchanges import Exact
+from gradwire.exchanges.base import Comm
 
 from . import models
 from .kit import UNEVEN, Ranks, check

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gradwire.codecs import CODECS, decode
+from gradwire.codecs import CODECS
 from gradwire.ddp_comm_hooks._whole_int8 import WholeInt8
 from gradwire.errors import SpecError
 from gradwire.exchanges import Coded
@@ -55,7 +55,7 @@ def test_wire():
 def test_every_value_is_within_half_a_step():
     values = gaussian(1001)
     for row in ROWS:
-        error = (decode(WholeInt8(row), WholeInt8(row).encode(values), 1001) - values).abs()
+        error = (WholeInt8(row).decode(WholeInt8(row).encode(values), 1001) - values).abs()
         for own, part in zip(error.split(row or 1001), values.split(row or 1001), strict=True):
             assert own.max() <= part.abs().max() / 254 * 1.0001
 
@@ -63,9 +63,9 @@ def test_every_value_is_within_half_a_step():
 def test_bad_rows_are_nan_and_others_are_not():
     values = gaussian(300)
     values[7], values[250] = torch.inf, torch.nan
-    finite = decode(WholeInt8(100), WholeInt8(100).encode(values), 300).isfinite()
+    finite = WholeInt8(100).decode(WholeInt8(100).encode(values), 300).isfinite()
     assert [part.tolist() for part in finite.split(100)] == [[False] * 100, [True] * 100, [False] * 100]
-    assert not decode(WholeInt8(), WholeInt8().encode(values), 300).isfinite().any()
+    assert not WholeInt8().decode(WholeInt8().encode(values), 300).isfinite().any()
 
 
 def test_no_loop_over_rows():

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 
-from gradwire.launch.plan import PARENT, STARTUP
+from gradwire.tools.launch.plan import PARENT, STARTUP
 
 FAKE = """
 class DistributedDataParallel:

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from gradwire.errors import SpecError
-from gradwire.launch import Script, ScriptFailed
-from gradwire.launch.launch import launch
-from gradwire.launch.plan import new_plan
-from gradwire.launch.processes import below, end_all
-from gradwire.launch.supervise import Command, supervise
+from gradwire.tools.launch import Script, ScriptFailed
+from gradwire.tools.launch.launch import launch
+from gradwire.tools.launch.plan import new_plan
+from gradwire.tools.launch.processes import below, end_all
+from gradwire.tools.launch.supervise import Command, supervise
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def test_a_signal_that_comes_while_they_are_ended_acts_when_they_are(plan, monke
         end_all(roots, *rest)
         ended.extend(root.poll() for root in roots)
 
-    monkeypatch.setattr("gradwire.launch.supervise.end_all", end_all_late)
+    monkeypatch.setattr("gradwire.tools.launch.supervise.end_all", end_all_late)
     with pytest.raises(ends_with):
         supervise(ranks("import time; time.sleep(1000)"), plan, lambda: True)
     assert ended == [-signal.SIGTERM]

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from gradwire.engine.verify import fingerprint
 from gradwire.errors import RegisterError, SpecError, StateError
 from gradwire.optim import LocalSGD, PeriodicModelAverager, PostLocalSGDOptimizer
-from gradwire.verify import fingerprint
 
 from .local_kit import Net, on_ranks, train, values
 

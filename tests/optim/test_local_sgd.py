@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from gradwire.engine.verify import fingerprint
 from gradwire.errors import ExchangeError
 from gradwire.exchanges import Exact
 from gradwire.optim import DiLoCo, LocalSGD
-from gradwire.verify import fingerprint
 
 from .local_kit import SPECS, Net, on_ranks, simulated, train, values
 

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from gradwire.bucket import Bucket, make_bucket, segments_of
+from gradwire.auto.pilot import IDLE, MOVED, TURN_STEPS, WARM_STEPS, WATCH, Pilot
+from gradwire.auto.pilot import _pilots as pilots
+from gradwire.auto.settings import Auto, auto
+from gradwire.auto.trial import LEAST_ROUNDS, MOST_ROUNDS
 from gradwire.errors import SpecError
-from gradwire.policies.auto import Auto, auto
-from gradwire.policies.pilot import IDLE, MOVED, TURN_STEPS, WARM_STEPS, WATCH, Pilot
-from gradwire.policies.pilot import _pilots as pilots
-from gradwire.policies.trial import LEAST_ROUNDS, MOST_ROUNDS
+from gradwire.exchanges.bucket import Bucket, make_bucket, segments_of
 from gradwire.testing import thread_ranks
 from gradwire.testing.contracts import gaussian
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from gradwire.policies.trial import FAR, LEAST_ROUNDS, MOST_ROUNDS, VERY_FAR, Trial
+from gradwire.auto.trial import FAR, LEAST_ROUNDS, MOST_ROUNDS, VERY_FAR, Trial
 
 ERRORS = {"exact": 0.0, "bf16": 0.001, "int8": 0.005}
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from gradwire.bucket import make_bucket
 from gradwire.errors import RegisterError, SpecError
 from gradwire.exchanges import exchange
+from gradwire.exchanges.bucket import make_bucket
 from gradwire.testing import thread_ranks
 from gradwire.testing.contracts import EXCHANGE_CHECKS, gaussian
 
@@ -110,7 +110,7 @@ def test_coming_back_finds_the_same_connections():
         two, one = exchange("two_level:across=int8,node=2"), exchange("exact")
         hook, levels, means = rank.hook(two), [], []
         for made in (two, one, two, one, two):
-            hook.go_on_with(made, agreed=True)
+            hook.use(made, agreed=True)
             levels.append(hook.runner.lanes._levels)
             bucket = make_bucket([torch.full((40, 40), float(rank.rank))])
             hook.mean(bucket).wait()

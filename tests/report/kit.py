@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from gradwire.bench.records import NO_LINK, Cell, Origin, Record, Run, Settings, Split
+from gradwire.tools.records.records import NO_LINK, Cell, Origin, Record, Run, Settings, Split
 
 ORIGIN = Origin(
     machine="Some <Processor> & Co", system="Linux x86_64", cores=2, python="3.11.0", torch="2.13.0", gradwire="0.1.0"

@@ -3,7 +3,7 @@
 import math
 
 from gradwire.advisor import Link, Prediction
-from gradwire.advisor.simulate import Outlook, Scene
+from gradwire.tools.measure.simulate import Outlook, Scene
 
 ERRORS = {"exact": 1e-8, "noop": 1.7, "bf16": 2e-3, "int8": 9e-3, "int4": 0.12, "sign": 0.7}
 BITS = {"exact": 32, "noop": 0, "bf16": 16, "int8": 8.2, "int4": 4.2, "sign": 1.1}

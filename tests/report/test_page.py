@@ -4,11 +4,11 @@ from html.parser import HTMLParser
 
 import pytest
 
-from gradwire.bench.records import NO_LINK
+from gradwire.tools.records.records import NO_LINK
 from gradwire.report import advise, summarise, to_html
-from gradwire.report.columns import COLUMNS
-from gradwire.report.scatter import LLOYD_MAX, limit
-from gradwire.report.svg import free_place, ladder, steps
+from gradwire.tools.report.columns import COLUMNS
+from gradwire.tools.report.scatter import LLOYD_MAX, limit
+from gradwire.tools.report.svg import free_place, ladder, steps
 
 from .kit import BITS, ORIGIN, run, runs
 

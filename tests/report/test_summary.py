@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from gradwire.bench.records import NO_LINK, Cell
+from gradwire.tools.records.records import NO_LINK, Cell
 from gradwire.report import RecordsError, advise, summarise, to_markdown
-from gradwire.report.columns import COLUMNS
-from gradwire.report.crossover import crossovers, find, rate_text
-from gradwire.report.summary import by_latency
-from gradwire.report.write import to_json
+from gradwire.tools.report.columns import COLUMNS
+from gradwire.tools.report.crossover import crossovers, find, rate_text
+from gradwire.tools.report.summary import by_latency
+from gradwire.tools.report.write import to_json
 
 from .kit import run, runs
 

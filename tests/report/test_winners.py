@@ -6,8 +6,8 @@ from html.parser import HTMLParser
 import pytest
 
 from gradwire.advisor import Link
-from gradwire.advisor.simulate import Scene, picks
-from gradwire.report.winners import limit_text, to_html
+from gradwire.tools.measure.simulate import Scene, picks
+from gradwire.tools.report.winners import limit_text, to_html
 
 from .outlooks import LIMITS, SCENE, outlook, outlooks
 

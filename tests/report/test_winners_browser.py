@@ -2,8 +2,8 @@
 
 import pytest
 
-from gradwire.advisor.simulate import picks
-from gradwire.report.winners import to_html
+from gradwire.tools.measure.simulate import picks
+from gradwire.tools.report.winners import to_html
 
 from .browser import WIDTHS
 from .outlooks import LIMITS, SCENE, outlooks

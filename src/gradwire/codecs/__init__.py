@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradwire import kernels
-from gradwire.codecs.base import Codec, check_wire, decode
+from gradwire.codecs.base import Codec
 from gradwire.codecs.bf16 import BF16
 from gradwire.codecs.fp8 import FP8
 from gradwire.codecs.fp16 import FP16
@@ -40,9 +40,7 @@ __all__ = [
     "NamedCodec",
     "Sign",
     "TopK",
-    "check_wire",
     "codec",
-    "decode",
 ]
 
 
@@ -63,7 +61,7 @@ class NamedCodec:
 
     def decode(self, wire: Tensor, numel: int) -> Tensor:
         """The `numel` values on the wire, flat and float32."""
-        return decode(self.inner, wire, self._count(numel))
+        return self.inner.decode(wire, self._count(numel))
 
     def wire_bytes(self, numel: int) -> int:
         """How many bytes `encode` makes of so many values."""

@@ -1,120 +1,164 @@
-"""Step 3: what a codec is. Values <-> bytes; pure, it never communicates."""
+"""Codec: values <-> bytes. Everything that exchanges may use of a codec is declared here.
+
+To write a codec, subclass `Codec` as a frozen dataclass whose fields are the options of its spec, and implement
+`bound`, `wire_bytes`, `encode` and `decode_`. All other members have a default that is right for a simple codec.
+
+    @dataclass(frozen=True, slots=True)
+    class Double(Codec):
+        '''Values as they are, in float32.'''
+
+        name: ClassVar[str] = "double"
+
+        @property
+        def bound(self) -> float:
+            return 2.0**-23
+
+        def wire_bytes(self, numel: int) -> int:
+            return 4 * numel
+
+        def encode(self, flat: Tensor, out: Tensor | None = None) -> Tensor:
+            wire = self.new_wire(flat, out)
+            wire.view(torch.float32).copy_(flat)
+            return wire
+
+        def decode_(self, out: Tensor, wire: Tensor, *, alpha: float = 1.0, add: bool = False) -> Tensor:
+            values = wire.view(torch.float32).to(out.dtype) * alpha
+            return out.add_(values) if add else out.copy_(values)
+
+Register it as an entry point of the group `gradwire.codecs`, and `gradwire.register(model, "double")` finds it.
+"""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Protocol, cast
+import zlib
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from gradwire.errors import SpecError
-from gradwire.scratch import empty
+from gradwire.kernels.memory import empty
+from gradwire.spec import changed, write
 
 
-class Codec(Protocol):
+class Codec(ABC):
     """Turns a flat tensor into one uint8 wire whose size is known from the number of values alone.
 
-    Implementations are frozen dataclasses whose fields are the options of the spec. They inherit from nothing,
-    keep no state, touch no global random state, and never synchronise with an accelerator. Two optional methods save
-    passes over memory, see `Fused`.
+    A codec is pure: it keeps no state, touches no global random state, never communicates and never synchronises with
+    an accelerator (no `.item()`, no `nonzero`, no shape that depends on the values).
     """
 
-    name: ClassVar[str]
+    __slots__ = ()
+    name: ClassVar[str] = ""
     """The name in a spec."""
-    wire_dtype: ClassVar[torch.dtype | None]
+    wire_dtype: ClassVar[torch.dtype | None] = None
     """A number type that the backend can sum and that holds a value by itself; None if the wire is more than that."""
+    exempts_small: ClassVar[bool] = False
+    """Whether vectors and small tensors should travel in float32 instead (the default of the option `exempt`)."""
+    needs_feedback: ClassVar[bool] = False
+    """Whether the codec loses so much that error feedback should be on by default."""
+    allocatable_bits: ClassVar[int] = 0
+    """The width of a code, if `allocate=true` can vary it from block to block; 0 if it cannot."""
+
+    # -- what a codec must have --------------------------------------------------------------------------------
 
     @property
+    @abstractmethod
     def bound(self) -> float:
-        """A promise: `|decode(encode(x)) - x| <= bound * |x|` (2-norms), for finite x in the normal range."""
+        """The worst-case error: `|decode(encode(x)) - x| <= bound * |x|` (2-norms), for normal finite values."""
 
+    @abstractmethod
     def wire_bytes(self, numel: int) -> int:
-        """Length of the wire for `numel` values; a multiple of 4, so that wires can be laid side by side."""
+        """The length of the wire for `numel` values; a multiple of 4, so that wires can be laid side by side."""
 
+    @abstractmethod
     def encode(self, flat: Tensor, out: Tensor | None = None) -> Tensor:
-        """The wire of `flat`, written to `out` where given. Inf and NaN must survive as inf or NaN."""
+        """The wire of `flat`, written to `out` if given. Inf and NaN must come back as inf or NaN."""
 
+    @abstractmethod
     def decode_(self, out: Tensor, wire: Tensor, *, alpha: float = 1.0, add: bool = False) -> Tensor:
         """`out = alpha * values`, or `out += alpha * values`: the mean, the residual and the sum in one primitive."""
 
+    # -- what a codec may declare ------------------------------------------------------------------------------
 
-class Fused(Protocol):
-    """What a codec may offer besides: the same results, bit for bit, with fewer passes over memory."""
+    @property
+    def align(self) -> int:
+        """Values are best cut at multiples of this: the block size, if the codec works in blocks."""
+        return 1
+
+    @property
+    def is_random(self) -> bool:
+        """Whether `encode` rounds stochastically. It must then be deterministic given the seed of `seeded`."""
+        return False
+
+    def seeded(self, *salt: object) -> Self:
+        """This codec with a seed derived from its own seed and `salt` (rank, step, position), if it `is_random`."""
+        return self
 
     def sum_(self, out: Tensor, wires: Tensor, alpha: float) -> Tensor:
-        """`out = alpha * values` of the first wire, `+= alpha * values` of the others."""
+        """`out = alpha * (values of all wires)`, added in their order. An override may save passes, not change bits."""
+        for rank, wire in enumerate(wires):
+            self.decode_(out, wire, alpha=alpha, add=rank > 0)
+        return out
 
     def reduce_(self, wire: Tensor, own: Tensor, wires: Tensor, skip: int, alpha: float) -> Tensor:
-        """Encode `alpha * own`, `+= alpha * values` of all wires but one."""
+        """Encode `alpha * (own + values of all wires but skip)` into `wire`. An override may save passes."""
+        return self.encode(self.reduced(own, wires, skip, alpha), out=wire)
 
+    # -- what a codec can use ----------------------------------------------------------------------------------
 
-def sum_(codec: Codec, out: Tensor, wires: Tensor, alpha: float) -> Tensor:
-    """Add up what is on all wires, in their order."""
-    if hasattr(codec, "sum_"):
-        return cast(Fused, codec).sum_(out, wires, alpha)
-    for rank, wire in enumerate(wires):
-        codec.decode_(out, wire, alpha=alpha, add=rank > 0)
-    return out
+    def reduced(self, own: Tensor, wires: Tensor, skip: int, alpha: float) -> Tensor:
+        """The sum that `reduce_` encodes."""
+        total = torch.mul(own, alpha, out=new_total(own))
+        for rank, other in enumerate(wires):
+            if rank != skip:
+                self.decode_(total, other, alpha=alpha, add=True)
+        return total
 
+    def new_wire(self, flat: Tensor, out: Tensor | None = None) -> Tensor:
+        """`out`, or a new wire for `flat`, with zeros in the last 4 bytes, where there may be padding."""
+        wire = empty((self.wire_bytes(flat.numel()),), torch.uint8, flat.device) if out is None else out
+        return zero_end_(wire)
 
-def reduce_(codec: Codec, wire: Tensor, own: Tensor, wires: Tensor, skip: int, alpha: float) -> None:
-    """Encode the sum of one's own values and of what is on all wires but one's own."""
-    if hasattr(codec, "reduce_"):
-        cast(Fused, codec).reduce_(wire, own, wires, skip, alpha)
-    else:
-        codec.encode(reduced(codec, own, wires, skip, alpha), out=wire)
+    def decode(self, wire: Tensor, numel: int) -> Tensor:
+        """The `numel` values on `wire`, as float32. Raises SpecError if these bytes cannot be such a wire."""
+        self.check_wire(wire, numel)
+        return self.decode_(torch.empty(numel, dtype=torch.float32, device=wire.device), wire.contiguous())
 
+    def check_wire(self, wire: Tensor, numel: int) -> None:
+        """Raise SpecError for bytes that cannot be the wire of `numel` values."""
+        expected = self.wire_bytes(numel)
+        if not isinstance(wire, Tensor):
+            raise SpecError(f"{self.name}: a wire is a flat uint8 tensor, got {type(wire).__name__}")
+        if wire.dtype != torch.uint8 or wire.dim() != 1 or wire.numel() != expected:
+            raise SpecError(
+                f"{self.name}: the wire of {numel} values is {expected} bytes in a flat uint8 tensor, "
+                f"got {tuple(wire.shape)} of {wire.dtype}"
+            )
 
-def reduced(codec: Codec, own: Tensor, wires: Tensor, skip: int, alpha: float) -> Tensor:
-    """The sum that `reduce_` encodes."""
-    total = torch.mul(own, alpha, out=new_total(own))
-    for rank, other in enumerate(wires):
-        if rank != skip:
-            codec.decode_(total, other, alpha=alpha, add=True)
-    return total
+    def __str__(self) -> str:
+        """The spec: the name, and the options that differ from their defaults."""
+        return write(self.name, changed(self))
 
 
 def new_total(own: Tensor) -> Tensor:
-    """Room for a sum of gradients like `own`: float32, or float64 where they are."""
+    """Work space for a sum of gradients like `own`: float64 for float64 gradients, else float32."""
     return empty(own.shape, torch.float64 if own.dtype == torch.float64 else torch.float32, own.device)
 
 
-def align_of(codec: Codec) -> int:
-    """Values are best cut at multiples of this: the codec's `align`, or its `block`, if it has either."""
-    return int(getattr(codec, "align", getattr(codec, "block", 1)))
-
-
-def decode(codec: Codec, wire: Tensor, numel: int) -> Tensor:
-    """The `numel` values on `wire`, as float32."""
-    check_wire(codec, wire, numel)
-    return codec.decode_(torch.empty(numel, dtype=torch.float32, device=wire.device), wire.contiguous())
-
-
-def check_wire(codec: Codec, wire: Tensor, numel: int) -> None:
-    """Refuse bytes that cannot be the wire of `numel` values."""
-    expected = codec.wire_bytes(numel)
-    if not isinstance(wire, Tensor):
-        raise SpecError(f"{codec.name}: a wire is a flat uint8 tensor, got {type(wire).__name__}")
-    if wire.dtype != torch.uint8 or wire.dim() != 1 or wire.numel() != expected:
-        raise SpecError(
-            f"{codec.name}: the wire of {numel} values is {expected} bytes in a flat uint8 tensor, "
-            f"got {tuple(wire.shape)} of {wire.dtype}"
-        )
+def mixed(seed: int, *salt: object) -> int:
+    """A 32-bit seed that depends on all of the arguments."""
+    return zlib.crc32(repr((seed, *salt)).encode())
 
 
 def check_block(name: str, block: Any) -> None:
-    """Refuse a block size that the kernels cannot cut."""
+    """Raise SpecError for a block size that the kernels cannot cut."""
     if not isinstance(block, int) or not 8 <= block <= 4096 or block & (block - 1):
         raise SpecError(f"{name}: block must be a power of two from 8 to 4096, got {block!r}")
 
 
-def new_wire(codec: Codec, flat: Tensor, out: Tensor | None) -> Tensor:
-    """`out`, or a fresh wire for `flat`, with zeros in the last 4 bytes, where there may be padding."""
-    wire = empty((codec.wire_bytes(flat.numel()),), torch.uint8, flat.device) if out is None else out
-    return zero_end_(wire)
-
-
 def zero_end_(wire: Tensor) -> Tensor:
-    """What lay in memory must not travel as padding."""
+    """Zero the last 4 bytes: what lay in memory must not travel as padding."""
     wire.narrow(0, max(wire.numel() - 4, 0), min(wire.numel(), 4)).zero_()
     return wire

@@ -13,12 +13,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradwire.codecs.base import new_wire, zero_end_
+from gradwire.codecs.base import Codec, zero_end_
 from gradwire.kernels import pick
 
 
 @dataclass(frozen=True, slots=True)
-class BF16:
+class BF16(Codec):
     """Brain floating point, 2 bytes a value."""
 
     name: ClassVar[str] = "bf16"
@@ -35,7 +35,7 @@ class BF16:
 
     def encode(self, flat: Tensor, out: Tensor | None = None) -> Tensor:
         """Round to nearest."""
-        wire = new_wire(self, flat, out)
+        wire = self.new_wire(flat, out)
         pick("half", flat).to_bf16_(_values(wire, flat.numel()), flat)
         return wire
 

@@ -14,12 +14,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradwire.codecs.base import new_total, new_wire
+from gradwire.codecs.base import Codec, new_total
 from gradwire.kernels import pick
 
 
 @dataclass(frozen=True, slots=True)
-class FP16:
+class FP16(Codec):
     """Half precision, 2 bytes a value."""
 
     name: ClassVar[str] = "fp16"
@@ -36,7 +36,7 @@ class FP16:
 
     def encode(self, flat: Tensor, out: Tensor | None = None) -> Tensor:
         """Scale and round to nearest."""
-        wire, numel = new_wire(self, flat, out), flat.numel()
+        wire, numel = self.new_wire(flat, out), flat.numel()
         scale = pick("half", flat).half_scale(flat) if numel else torch.ones((), device=flat.device)
         _scale(wire).copy_(scale)
         pick("half", flat).to_fp16_(_halves(wire, numel), flat, scale.reciprocal())

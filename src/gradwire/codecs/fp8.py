@@ -10,24 +10,27 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
-from gradwire.codecs.base import check_block, new_wire
+from gradwire.codecs.base import Codec, check_block
 from gradwire.kernels import pick
 
 
 @dataclass(frozen=True, slots=True)
-class FP8:
+class FP8(Codec):
     """e4m3, one scale a block."""
 
     name: ClassVar[str] = "fp8"
-    wire_dtype: ClassVar[torch.dtype | None] = None
     block: int = 256
     """Values that share a scale."""
 
     def __post_init__(self) -> None:
         check_block(self.name, self.block)
+
+    @property
+    def align(self) -> int:
+        """Whole blocks."""
+        return self.block
 
     @property
     def bound(self) -> float:
@@ -40,7 +43,7 @@ class FP8:
 
     def encode(self, flat: Tensor, out: Tensor | None = None) -> Tensor:
         """Scale and round to nearest."""
-        wire = new_wire(self, flat, out)
+        wire = self.new_wire(flat, out)
         if flat.numel():
             pick("fp8", flat).encode_(wire, flat, self.block)
         return wire

@@ -7,13 +7,13 @@ A block with inf or NaN in it has the scale NaN, and comes back as NaN. 8.125 bi
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
-import torch
 from torch import Tensor
 
-from gradwire.codecs.base import check_block, new_wire
+from gradwire.codecs.base import Codec, check_block, mixed
 from gradwire.kernels import pick
 from gradwire.spec import coerce
 
@@ -21,15 +21,14 @@ Rounding = Literal["nearest", "stochastic"]
 
 
 @dataclass(frozen=True, slots=True)
-class Int8:
+class Int8(Codec):
     """8-bit integers, one scale a block."""
 
     name: ClassVar[str] = "int8"
-    wire_dtype: ClassVar[torch.dtype | None] = None
     block: int = 256
     """Values that share a scale."""
     rounding: Rounding = "nearest"
-    """`stochastic`: up or down by chance, so that the error is 0 on average, at twice the squared error."""
+    """`stochastic`: up or down at random, so that the error is 0 on average, at twice the squared error."""
     seed: int = 0
     """For stochastic rounding; hooks mix in rank, step and bucket."""
 
@@ -38,8 +37,22 @@ class Int8:
         coerce(f"{self.name}: rounding", self.rounding, Rounding)
 
     @property
+    def is_random(self) -> bool:
+        """With stochastic rounding."""
+        return self.rounding == "stochastic"
+
+    def seeded(self, *salt: object) -> Self:
+        """With a seed of its own, if it rounds stochastically."""
+        return dataclasses.replace(self, seed=mixed(self.seed, *salt)) if self.is_random else self
+
+    @property
+    def align(self) -> int:
+        """Whole blocks."""
+        return self.block
+
+    @property
     def bound(self) -> float:
-        """Half a step (a whole one by chance) for every value, against a block with one large value."""
+        """Half a step per value (a whole one with stochastic rounding), relative to a block with one large value."""
         step = 1.0 if self.rounding == "nearest" else 2.0
         return float(0.5 * step / 127 * self.block**0.5 * 1.001)
 
@@ -48,8 +61,8 @@ class Int8:
         return -(-numel // self.block) * (self.block + 4)
 
     def encode(self, flat: Tensor, out: Tensor | None = None) -> Tensor:
-        """Scale and round."""
-        wire = new_wire(self, flat, out)
+        """Scale and round. There is no padding to clear, as whole blocks are a multiple of 4 bytes."""
+        wire = self.new_wire(flat) if out is None else out
         if flat.numel():
             pick("int8", flat).encode_(wire, flat, self.block, self.rounding == "stochastic", self.seed)
         return wire

@@ -9,14 +9,14 @@ as NaN. A scale byte is the distance from there in 16ths of a binade, so 4.13 bi
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
-import torch
 from torch import Tensor
 
-from gradwire.codecs.base import check_block, new_wire, zero_end_
+from gradwire.codecs.base import Codec, check_block, mixed, zero_end_
 from gradwire.codecs.codebooks import TRAINED, codebook
 from gradwire.codecs.int8 import Rounding
 from gradwire.errors import SpecError
@@ -29,13 +29,13 @@ Group = Literal[0, 64, 128, 256]
 
 
 @dataclass(frozen=True, slots=True)
-class Levels:
+class Levels(Codec):
     """What the codecs of this file have in common; they differ in their defaults."""
 
     name: ClassVar[str]
     bits: ClassVar[int]
-    wire_dtype: ClassVar[torch.dtype | None] = None
-    few_bits: ClassVar[bool] = True
+    allocatable_bits: ClassVar[int]
+    exempts_small: ClassVar[bool] = True
     block: int = 64
     """Values that share a scale."""
     codebook: Kind = "trained"
@@ -43,7 +43,7 @@ class Levels:
     hadamard: Group = 0
     """Rotate so many values at a time first, which spreads outliers; 0: do not."""
     rounding: Rounding = "nearest"
-    """`stochastic`: up or down by chance, so that the error is 0 on average, at twice the squared error."""
+    """`stochastic`: up or down at random, so that the error is 0 on average, at twice the squared error."""
     seed: int = 0
     """For stochastic rounding; hooks mix in rank, step and bucket."""
 
@@ -68,6 +68,15 @@ class Levels:
         return _grid(self.bits, self.block, self.codebook, self.hadamard, self.rounding == "stochastic")
 
     @property
+    def is_random(self) -> bool:
+        """With stochastic rounding."""
+        return self.rounding == "stochastic"
+
+    def seeded(self, *salt: object) -> Self:
+        """With a seed of its own, if it rounds stochastically."""
+        return dataclasses.replace(self, seed=mixed(self.seed, *salt)) if self.is_random else self
+
+    @property
     def align(self) -> int:
         """Values are best cut at multiples of this."""
         return max(self.block, self.hadamard)
@@ -88,7 +97,7 @@ class Levels:
 
     def encode(self, flat: Tensor, out: Tensor | None = None) -> Tensor:
         """Scale and pick levels."""
-        wire = new_wire(self, flat, out)
+        wire = self.new_wire(flat, out)
         if flat.numel():
             pick("levels", flat).encode_(wire, flat, self.grid, self.seed)
         return wire
@@ -131,28 +140,28 @@ class Int6(Levels):
     """64 levels."""
 
     __slots__ = ()
-    name, bits = "int6", 6
+    name, bits, allocatable_bits = "int6", 6, 6
 
 
 class Int5(Levels):
     """32 levels."""
 
     __slots__ = ()
-    name, bits = "int5", 5
+    name, bits, allocatable_bits = "int5", 5, 5
 
 
 class Int4(Levels):
     """16 levels."""
 
     __slots__ = ()
-    name, bits = "int4", 4
+    name, bits, allocatable_bits = "int4", 4, 4
 
 
 class Int3(Levels):
     """8 levels."""
 
     __slots__ = ()
-    name, bits = "int3", 3
+    name, bits, allocatable_bits = "int3", 3, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,4 +170,5 @@ class Int2(Levels):
 
     name: ClassVar[str] = "int2"
     bits: ClassVar[int] = 2
+    allocatable_bits: ClassVar[int] = 2
     codebook: Kind = "lloyd"

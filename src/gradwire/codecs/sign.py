@@ -10,25 +10,28 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
-from gradwire.codecs.base import check_block, new_wire
+from gradwire.codecs.base import Codec, check_block
 from gradwire.kernels import pick
 
 
 @dataclass(frozen=True, slots=True)
-class Sign:
+class Sign(Codec):
     """Signs, one scale a block."""
 
     name: ClassVar[str] = "sign"
-    wire_dtype: ClassVar[torch.dtype | None] = None
-    few_bits: ClassVar[bool] = True
+    exempts_small: ClassVar[bool] = True
     block: int = 256
     """Values that share a scale."""
 
     def __post_init__(self) -> None:
         check_block(self.name, self.block)
+
+    @property
+    def align(self) -> int:
+        """Whole blocks."""
+        return self.block
 
     @property
     def bound(self) -> float:
@@ -42,7 +45,7 @@ class Sign:
 
     def encode(self, flat: Tensor, out: Tensor | None = None) -> Tensor:
         """Signs, and the mean magnitude."""
-        wire, signs = new_wire(self, flat, out), -(-flat.numel() // self.block) * self.block // 8
+        wire, signs = self.new_wire(flat, out), -(-flat.numel() // self.block) * self.block // 8
         wire.narrow(0, signs, -signs % 4).zero_()  # the padding before the scales
         if flat.numel():
             pick("sign", flat).encode_(wire, flat, self.block)

@@ -10,21 +10,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
-from gradwire.codecs.base import check_block, new_wire
+from gradwire.codecs.base import Codec, check_block
 from gradwire.errors import SpecError
 from gradwire.kernels import pick
 
 
 @dataclass(frozen=True, slots=True)
-class TopK:
+class TopK(Codec):
     """The largest `ratio` of each block. Use it with feedback, or most of the gradient is never applied."""
 
     name: ClassVar[str] = "topk"
-    wire_dtype: ClassVar[torch.dtype | None] = None
-    few_bits: ClassVar[bool] = True
+    exempts_small: ClassVar[bool] = True
     needs_feedback: ClassVar[bool] = True
     ratio: float = 0.01
     """The part of the values that is sent, above 0 and up to 1; at least one value a block."""
@@ -42,6 +40,11 @@ class TopK:
         return max(1, round(self.ratio * self.block))
 
     @property
+    def align(self) -> int:
+        """Whole blocks."""
+        return self.block
+
+    @property
     def bound(self) -> float:
         """Nothing is further away than 0; of what is sent, bfloat16's half ulp is lost."""
         return float((1.0 - self.kept / self.block) ** 0.5 + 2.0**-8)
@@ -52,7 +55,7 @@ class TopK:
 
     def encode(self, flat: Tensor, out: Tensor | None = None) -> Tensor:
         """Choose, in each block."""
-        wire = new_wire(self, flat, out)
+        wire = self.new_wire(flat, out)
         if flat.numel():
             pick("topk", flat).encode_(wire, flat, self.block, self.kept)
         return wire

@@ -12,14 +12,14 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.ddp import attach
 from gradwire.ddp_comm_hooks import debugging_hooks as debugging
 from gradwire.ddp_comm_hooks import default_hooks as default
 from gradwire.ddp_comm_hooks import optimizer_overlap_hooks as optimizer_overlap  # noqa: F401 - torch's short name
 from gradwire.ddp_comm_hooks import powerSGD_hook as powerSGD
 from gradwire.ddp_comm_hooks import quantization_hooks as quantization
+from gradwire.engine.hook import Hook
 from gradwire.exchanges import LowRank, exchange
-from gradwire.hook import Hook
+from gradwire.models.ddp import attach
 
 __all__ = ["DDPCommHookType", "register_ddp_comm_hook"]
 

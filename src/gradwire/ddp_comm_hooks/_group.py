@@ -8,12 +8,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from gradwire.bucket import Bucket, from_ddp
-from gradwire.checks import check_group
-from gradwire.ddp import make_hook, traced_mean
+from gradwire.engine.hook import Hook
 from gradwire.errors import RegisterError
 from gradwire.exchanges import Exchange, exchange
-from gradwire.hook import Hook
+from gradwire.exchanges.bucket import Bucket
+from gradwire.models.checks import check_group
+from gradwire.models.compiled import traced_mean
+from gradwire.models.ddp import from_ddp, make_hook
 
 _hooks: "weakref.WeakKeyDictionary[Any, dict[str | Exchange, Hook]]" = weakref.WeakKeyDictionary()
 

@@ -14,17 +14,16 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradwire.codecs.base import new_wire
+from gradwire.codecs.base import Codec
 from gradwire.errors import SpecError
 from gradwire.kernels.torch.int8 import INVERSE_127, SMALLEST
 
 
 @dataclass(frozen=True, slots=True)
-class WholeInt8:
+class WholeInt8(Codec):
     """8-bit integers, one scale a row."""
 
     name: ClassVar[str] = "whole_int8"
-    wire_dtype: ClassVar[torch.dtype | None] = None
     row: int | None = None
     """Values that share a scale; None: all of them."""
 
@@ -43,7 +42,7 @@ class WholeInt8:
 
     def encode(self, flat: Tensor, out: Tensor | None = None) -> Tensor:
         """Scale and round to nearest."""
-        wire = new_wire(self, flat, out)
+        wire = self.new_wire(flat, out)
         if flat.numel():
             values, (scales, codes) = flat.float(), self._parts(wire, flat.numel())
             scales.copy_(_scales(self._largest(values)))

@@ -24,13 +24,13 @@ from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.bucket import Bucket, make_bucket
-from gradwire.comm import Comm
-from gradwire.ddp import make_hook
+from gradwire.engine.runner import Job
 from gradwire.errors import ExchangeError
 from gradwire.exchanges import Exact
-from gradwire.runner import Job
-from gradwire.scratch import empty
+from gradwire.exchanges.base import Comm
+from gradwire.exchanges.bucket import Bucket, make_bucket
+from gradwire.kernels.memory import empty
+from gradwire.models.ddp import make_hook
 
 Params = list[Tensor]
 

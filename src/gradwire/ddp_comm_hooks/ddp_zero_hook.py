@@ -14,9 +14,10 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.bucket import Bucket, from_ddp
 from gradwire.ddp_comm_hooks._zero import ZeroStep
 from gradwire.errors import RegisterError, SpecError
+from gradwire.exchanges.bucket import Bucket
+from gradwire.models.ddp import from_ddp
 
 if TYPE_CHECKING:  # importing torch's optimizers warns and takes a second; who has made one has done that already
     from torch.distributed.optim import ZeroRedundancyOptimizer

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import GradBucket
 
-from gradwire.stream import done
+from gradwire.engine.stream import done
 
 __all__ = ["noop_hook"]
 

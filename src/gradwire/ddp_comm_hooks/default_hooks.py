@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 
-from gradwire.bucket import Bucket, segments_of
 from gradwire.ddp_comm_hooks._group import averaged, mean_of
+from gradwire.exchanges.bucket import Bucket, segments_of
 
 __all__ = [
     "allreduce_hook",

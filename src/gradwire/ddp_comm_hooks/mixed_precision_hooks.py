@@ -18,8 +18,8 @@ import torch
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed.utils import _free_storage
 
-from gradwire.bucket import from_ddp
 from gradwire.ddp_comm_hooks._group import averaged
+from gradwire.models.ddp import from_ddp
 from gradwire.optim.in_backward import at_the_very_end
 
 __all__: list[str] = []

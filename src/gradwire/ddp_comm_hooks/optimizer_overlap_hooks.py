@@ -19,10 +19,10 @@ import torch
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.bucket import from_ddp
-from gradwire.comm import Comm
 from gradwire.ddp_comm_hooks._group import averaged, hook_of
 from gradwire.errors import RegisterError
+from gradwire.exchanges.base import Comm
+from gradwire.models.ddp import from_ddp
 from gradwire.optim.in_backward import at_the_very_end, in_backward
 
 __all__: list[str] = []

@@ -18,14 +18,14 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.utils.weak import WeakIdKeyDictionary
 
-from gradwire.bucket import Bucket, from_ddp
-from gradwire.checkpoint import MERGED
-from gradwire.ddp import make_hook
 from gradwire.ddp_comm_hooks._group import found, group_of, pickled
+from gradwire.engine.checkpoint import MERGED
+from gradwire.engine.hook import Hook
 from gradwire.errors import ExchangeError, SpecError
 from gradwire.exchanges import LowRank
-from gradwire.exchanges.low_rank import Wire
-from gradwire.hook import Hook
+from gradwire.exchanges.bucket import Bucket
+from gradwire.exchanges.low_rank.power_sgd import Wire
+from gradwire.models.ddp import from_ddp, make_hook
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 

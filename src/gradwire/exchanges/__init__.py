@@ -10,14 +10,28 @@ from typing import Any
 
 from gradwire.codecs import CODECS
 from gradwire.errors import SpecError
-from gradwire.exchanges.all_reduce import Exact
-from gradwire.exchanges.base import Exchange
+from gradwire.exchanges.base import Comm, Exchange
+from gradwire.exchanges.bucket import Bucket, make_bucket
 from gradwire.exchanges.coded import Coded
+from gradwire.exchanges.exact import Exact, Noop
 from gradwire.exchanges.low_rank import LowRank
-from gradwire.exchanges.noop import Noop
+from gradwire.exchanges.two_level import TwoLevel
 from gradwire.spec import build, option_types, read
 
-__all__ = ["EXCHANGES", "POLICIES", "Coded", "Exact", "Exchange", "LowRank", "Noop", "exchange"]
+__all__ = [
+    "EXCHANGES",
+    "POLICIES",
+    "Bucket",
+    "Coded",
+    "Comm",
+    "Exact",
+    "Exchange",
+    "LowRank",
+    "Noop",
+    "TwoLevel",
+    "exchange",
+    "make_bucket",
+]
 
 
 def _coded(codec: Any) -> Callable[..., Exchange]:
@@ -45,8 +59,6 @@ EXCHANGES: Mapping[str, Callable[..., Exchange]] = MappingProxyType(
 
 def _two_level(*, inside: str = "exact", across: str = "int8", node: int | None = None) -> Exchange:
     """Options of the parts are divided by semicolons: `across=int4:block=32;exempt=none`."""
-    from gradwire.policies import TwoLevel  # a policy is made of exchanges, so it comes after them
-
     return TwoLevel(exchange(inside.replace(";", ",")), exchange(across.replace(";", ",")), node)
 
 

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gradwire.bucket import Bucket, Segment
 from gradwire.codecs import Codec, Int2, Int3, Int4, Int5, Int6, Int8, Sign
-from gradwire.comm import Comm
+from gradwire.exchanges.base import Comm
+from gradwire.exchanges.bucket import Bucket, Segment
 from gradwire.kernels.torch.bits import tree_sum
 
 BLOCK = 256

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -11,18 +10,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gradwire.bucket import Bucket, Segment
 from gradwire.codecs import Codec
-from gradwire.codecs.base import align_of, reduce_, sum_
-from gradwire.comm import Comm
 from gradwire.errors import SpecError
-from gradwire.exchanges.all_reduce import all_reduce_
 from gradwire.exchanges.allocate import BLOCK, CODECS, allocated_mean_
+from gradwire.exchanges.base import Comm, Exchange
+from gradwire.exchanges.bucket import Bucket, Segment
+from gradwire.exchanges.exact import all_reduce_
 from gradwire.exchanges.exempt import check_matches, check_pattern, is_exempt
-from gradwire.exchanges.one_shot import one_shot_
-from gradwire.exchanges.plan import Plan, Run, plan
-from gradwire.exchanges.two_shot import two_shot_
-from gradwire.feedback import fed_back
+from gradwire.exchanges.feedback import fed_back
+from gradwire.exchanges.plan import Run, WirePlan, one_shot_, plan, two_shot_
 from gradwire.spec import changed, write
 
 Shots = Literal["auto", "one", "two"]
@@ -30,7 +26,7 @@ Accumulate = Literal["fp32", "wire"]
 
 
 @dataclass(frozen=True, slots=True)
-class Coded:
+class Coded(Exchange):
     """Encode, move, sum in float32, decode."""
 
     codec: Codec
@@ -40,15 +36,15 @@ class Coded:
     shots: Shots = "auto"
     """`one`: all-gather. `two`: all-to-all, then all-gather. `auto`: one at 2 ranks, two above."""
     feedback: bool | None = None
-    """Add back at the next step what this step's encoding lost. By default only topk does."""
+    """Error feedback: add back at the next step what this step's encoding lost. By default only topk does."""
     exempt: str | None = None
     """Tensors that travel in float32: `auto` (one dimension, or under 1024 values), `none`, or a pattern of names such
     as `norm|bias|head`. By default `auto` for codecs of 6 bits or less."""
     allocate: bool = False
-    """Give each 256 values a width of 1 to 8 bits of their own, by their past energy; as many on average (int2 to int6,
-    on the CPU)."""
+    """Give each block of 256 values its own width of 1 to 8 bits, by its energy in past steps, with the same number of
+    bits on average (int2 to int6, on the CPU)."""
     fairness: float = 0.5
-    """For `allocate`: 1 is best for the gradient as a whole; less leaves more to tensors with little energy; 0 to 1."""
+    """For `allocate`, from 0 to 1: 1 is best for the gradient as a whole, less favours tensors of little energy."""
 
     def __post_init__(self) -> None:
         name = self.codec.name
@@ -61,7 +57,7 @@ class Coded:
             )
         if self.accumulate == "wire" and (self.feedback or self.shots != "auto" or self.exempt != "none"):
             raise SpecError(f"{name}: accumulate=wire takes neither feedback nor shots nor exempt; use accumulate=fp32")
-        if self.allocate and (not 2 <= getattr(self.codec, "bits", 0) <= 6 or self.feedback):
+        if self.allocate and (not self.codec.allocatable_bits or self.feedback):
             raise SpecError(f"{name}: allocate=true is for int2 to int6, without feedback")
         if not 0.0 <= self.fairness <= 1.0:
             raise SpecError(f"{name}: fairness must be from 0 to 1, got {self.fairness}")
@@ -79,18 +75,18 @@ class Coded:
 
     @property
     def traceable(self) -> bool:
-        """DDP's compiled reducer has no place for what a step leaves to the next, nor for its number."""
-        return not (self.feedback or self.allocate or getattr(self.codec, "rounding", "nearest") != "nearest")
+        """Unless it keeps state between steps or needs the number of the step."""
+        return not (self.feedback or self.allocate or self.codec.is_random)
 
     @property
     def align(self) -> int:
         """Whole blocks of the codec."""
-        return BLOCK if self.allocate else align_of(self.codec)
+        return BLOCK if self.allocate else self.codec.align
 
     def chunk_bytes(self, size: int) -> int:
-        """4 MB: smaller ones cost more wake-ups than they hide, larger ones leave the wire idle.
+        """4 MB: smaller chunks cost more wake-ups than they hide, larger ones leave the wire idle.
 
-        On many ranks no less than 256 kB a rank: each has a part of its own, with work and a message of its own.
+        On many ranks at least 256 kB per rank, as every rank has its own part, with its own work and message.
         """
         return 4 << 20 if self.accumulate == "wire" else max(4 << 20, size << 18)
 
@@ -103,25 +99,28 @@ class Coded:
         return 1.01 * total + size * 2.0**-23
 
     def mean_(self, bucket: Bucket, comm: Comm, residual: Tensor | None = None) -> None:
-        """Pick the way over the wire and go."""
+        """Average through the backend's sum, one-shot or two-shot, as the options say."""
         flat = bucket.flat
         if flat.numel() == 0:  # an empty wire has no rows to look at
             return
         if self.accumulate == "wire":
             all_reduce_(flat, comm, self.codec.wire_dtype)
             return
-        one, codec = self._one_shot(comm.size), self._seeded(bucket, comm.rank)
+        one = self._one_shot(comm.size)
         if self.allocate:
             exempt = [self._exempts(segment) for segment in bucket.segments]
-            bits = codec.bits  # type: ignore[attr-defined]
-            allocated_mean_(bucket, comm, bits, self.fairness, exempt, one)
+            allocated_mean_(bucket, comm, self.codec.allocatable_bits, self.fairness, exempt, one)
+            return
+        exchange_, split = one_shot_ if one else two_shot_, self.plan(bucket, 1 if one else comm.size)
+        codec = self._seeded(bucket, comm.rank)
+        if residual is None:
+            exchange_(flat, split, codec, comm)
             return
         with fed_back(flat, residual) as work:
-            exchange_ = one_shot_ if one else two_shot_
-            exchange_(work, self.plan(bucket, 1 if one else comm.size), codec, comm, residual)
+            exchange_(work, split, codec, comm, residual)
 
-    def plan(self, bucket: Bucket, parts: int) -> Plan:
-        """Who averages what. Codecs with blocks see one tensor at a time."""
+    def plan(self, bucket: Bucket, parts: int) -> WirePlan:
+        """Which rank averages what. Codecs with blocks see one tensor at a time."""
         if self.align == 1 and self.exempt == "none":
             numel = sum(segment.numel for segment in bucket.segments)  # flat's is a symbol under torch.compile
             return plan((Run(numel, False),), parts, self.codec)
@@ -137,24 +136,22 @@ class Coded:
             wire = codec.encode(values)
             for add in (False, True):
                 codec.decode_(values, wire, add=add)
-            sum_(codec, values, torch.stack([wire, wire]), 0.5)
-            reduce_(codec, wire, values, torch.stack([wire, wire]), 0, 0.5)
+            codec.sum_(values, torch.stack([wire, wire]), 0.5)
+            codec.reduce_(wire, values, torch.stack([wire, wire]), 0, 0.5)
 
     def check(self, params: Sequence[tuple[str, Tensor]]) -> None:
         """Look at the model once: does `exempt` make sense for it?"""
         check_matches(self.codec.name, str(self.exempt), params)
 
     def _exempts(self, segment: Segment) -> bool:
-        return is_exempt(str(self.exempt), segment)
+        return self.exempt != "none" and is_exempt(str(self.exempt), segment)
 
     def _seeded(self, bucket: Bucket, rank: int) -> Codec:
-        """The codec, with a seed of its own for this rank, step and chunk where it rounds by chance."""
-        if getattr(self.codec, "rounding", "nearest") == "nearest" or not bucket.segments:
+        """The codec, with a seed for this rank, step and chunk if it rounds stochastically."""
+        if not self.codec.is_random or not bucket.segments:
             return self.codec
-        first, codec = bucket.segments[0], self.codec
-        told = (codec.seed, rank, bucket.step, first.name, first.start)  # type: ignore[attr-defined]
-        seed = zlib.crc32(repr(told).encode())
-        return dataclasses.replace(codec, seed=seed)  # type: ignore[type-var]
+        first = bucket.segments[0]
+        return self.codec.seeded(rank, bucket.step, first.name, first.start)
 
     def _one_shot(self, size: int) -> bool:
         return self.shots == "one" or (self.shots == "auto" and size <= 2)
@@ -166,6 +163,5 @@ class Coded:
 
 
 def _defaults(codec: Codec) -> dict[str, object]:
-    """What a codec wants of an exchange, where the user says nothing."""
-    few_bits = getattr(codec, "few_bits", False)
-    return {"feedback": getattr(codec, "needs_feedback", False), "exempt": "auto" if few_bits else "none"}
+    """The codec's own defaults for options of the exchange."""
+    return {"feedback": codec.needs_feedback, "exempt": "auto" if codec.exempts_small else "none"}

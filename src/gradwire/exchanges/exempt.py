@@ -12,8 +12,8 @@ from types import FrameType
 
 from torch import Tensor
 
-from gradwire.bucket import Segment
 from gradwire.errors import SpecError
+from gradwire.exchanges.bucket import Segment
 
 SMALL = 1024
 """Tensors of fewer values are exempt under `auto`, like those of one dimension."""

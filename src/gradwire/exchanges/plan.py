@@ -1,9 +1,9 @@
-"""Who averages what: a bucket cut into parts, each with a wire whose layout all ranks know.
+"""Averaging through a codec: who averages which part of a bucket, and the two ways over the wire.
 
     part   [ wire of a tensor's values ][ wire of the next tensor's ] ... [ exempt values, float32 ][ padding ]
 
-One-shot has a single part, two-shot a part for every rank. No block of a codec ever holds values of two tensors.
-Tensors that are exempt from coding travel in the same message, as they are.
+One-shot has a single part, two-shot one part per rank. A block of a codec never holds values of two tensors. Tensors
+that are exempt from coding travel in the same message in float32.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradwire.codecs.base import Codec, align_of, reduce_, reduced, sum_
-from gradwire.scratch import empty
+from gradwire.codecs.base import Codec, new_total
+from gradwire.exchanges.base import Comm
+from gradwire.kernels.memory import empty
 
 
 class Run(NamedTuple):
@@ -50,24 +51,24 @@ class Part(NamedTuple):
         return sum(numel for _, numel in self.exempt)
 
 
-class Plan(NamedTuple):
+class WirePlan(NamedTuple):
     """All parts of a bucket, and the length of a part's wire: the same for all."""
 
     parts: tuple[Part, ...]
     wire_bytes: int
 
 
-def plan(runs: tuple[Run, ...], parts: int, codec: Codec) -> Plan:
+def plan(runs: tuple[Run, ...], parts: int, codec: Codec) -> WirePlan:
     """Deal the runs of a bucket out to `parts` ranks, in equal shares of whole blocks."""
     if torch.compiler.is_compiling():  # which does not like caches
         return _plan(runs, parts, codec)
-    return _kept_plan(runs, parts, codec)  # type: ignore[arg-type]  # codecs are frozen
+    return _kept_plan(runs, parts, codec)
 
 
-def _plan(runs: tuple[Run, ...], parts: int, codec: Codec) -> Plan:
-    coded, exempt = _deal(runs, False, parts, align_of(codec)), _deal(runs, True, parts, 1)
+def _plan(runs: tuple[Run, ...], parts: int, codec: Codec) -> WirePlan:
+    coded, exempt = _deal(runs, False, parts, codec.align), _deal(runs, True, parts, 1)
     made = tuple(_part(pieces, rest, codec) for pieces, rest in zip(coded, exempt, strict=True))
-    return Plan(made, max(part.exempt_at + 4 * part.exempt_numel for part in made))
+    return WirePlan(made, max(part.exempt_at + 4 * part.exempt_numel for part in made))
 
 
 _kept_plan = lru_cache(maxsize=4096)(_plan)
@@ -118,7 +119,7 @@ def decode_part_(
 def sum_part_(codec: Codec, flat: Tensor, part: Part, wires: Tensor, alpha: float) -> None:
     """`flat = alpha * (values of all wires)`, in the order of the wires, within one part."""
     for piece in part.pieces:
-        sum_(codec, _values(flat, piece), wires.narrow(1, piece.at, piece.wire_bytes), alpha)
+        codec.sum_(_values(flat, piece), wires.narrow(1, piece.at, piece.wire_bytes), alpha)
     if part.exempt:
         _spread_(flat, part, _total([_travelled(wire, part) for wire in wires], alpha), False)
 
@@ -127,7 +128,7 @@ def reduce_part(codec: Codec, flat: Tensor, part: Part, wires: Tensor, own: int,
     """Write the wire of `alpha * (flat + values of all wires but one's own)`, within one part."""
     for piece in part.pieces:
         others = wires.narrow(1, piece.at, piece.wire_bytes)
-        reduce_(codec, _wire(wire, piece), _values(flat, piece), others, own, alpha)
+        codec.reduce_(_wire(wire, piece), _values(flat, piece), others, own, alpha)
     _put(wire, part, _exempt_total(flat, part, wires, own, alpha))
 
 
@@ -137,7 +138,7 @@ def reduce_part_keeping_loss(
     """Like `reduce_part` for the mean over `size` ranks; what the encoding lost goes to `residual`, undivided."""
     for piece in part.pieces:
         here, others = _wire(wire, piece), wires.narrow(1, piece.at, piece.wire_bytes)
-        mean = reduced(codec, _values(flat, piece), others, own, 1.0 / size)
+        mean = codec.reduced(_values(flat, piece), others, own, 1.0 / size)
         codec.encode(mean, out=here)
         _values(residual, piece).copy_(codec.decode_(mean, here, alpha=-1.0, add=True)).mul_(size)
     _put(wire, part, _exempt_total(flat, part, wires, own, 1.0 / size))
@@ -195,6 +196,57 @@ def _spread_(flat: Tensor, part: Part, values: Tensor, add: bool) -> None:
         at += numel
 
 
-def new_wires(plan: Plan, like: Tensor) -> Tensor:
+def new_wires(plan: WirePlan, like: Tensor) -> Tensor:
     """Room for the wires of all parts, (parts, bytes)."""
     return empty((len(plan.parts), plan.wire_bytes), torch.uint8, like.device)
+
+
+# -- the two ways over the wire ----------------------------------------------------------------------------------
+
+
+def one_shot_(flat: Tensor, whole: WirePlan, codec: Codec, comm: Comm, residual: Tensor | None = None) -> None:
+    """Every rank sends everything once: the least error, and at 2 ranks no more bytes than two-shot.
+
+    Averages in place; `whole` has a single part. 1. Encode.  2. All-gather the wires.  3. Every rank decodes all wires
+    in the order of the ranks and averages them.
+    """
+    (part,), wires = whole.parts, comm.rows(whole.wire_bytes, torch.uint8, flat.device)
+    wire = wires[comm.rank]
+    encode_part(codec, flat, part, wire)
+    if residual is not None:
+        keep_loss_(codec, flat, part, wire, residual.zero_())
+    total = new_total(flat) if flat.dtype.itemsize < 4 else flat  # 16 bits are too coarse to add up in
+    sum_part_(codec, total, part, comm.all_gather_(wires), 1.0 / comm.size)
+    if total is not flat:
+        flat.copy_(total)
+
+
+def two_shot_(flat: Tensor, split: WirePlan, codec: Codec, comm: Comm, residual: Tensor | None = None) -> None:
+    """Each rank averages one part for all, so the bytes that a rank sends do not grow with the number of ranks.
+
+        rank 0  [ part 0 | part 1 | part 2 ]     all-to-all     rank r holds every rank's part r
+        rank 1  [ part 0 | part 1 | part 2 ]   ------------->   and averages them in float32
+        rank 2  [ part 0 | part 1 | part 2 ]     all-gather     the averages go back to all ranks
+
+    Averages in place; `split` has one part per rank. 1. Encode each part for its owner; the own part stays as it is.
+    2. All-to-all.  3. Sum in float32.  4. Encode the mean.  5. All-gather.  6. Decode, the own part too, so that all
+    ranks hold the same bits.
+    """
+    wires, own = new_wires(split, flat), split.parts[comm.rank]
+    others = [(part, wires[rank]) for rank, part in enumerate(split.parts) if rank != comm.rank]
+    for part, wire in others:
+        encode_part(codec, flat, part, wire)
+    if residual is not None:
+        residual.zero_()
+        for part, wire in others:
+            keep_loss_(codec, flat, part, wire, residual)
+
+    arrived, means = comm.all_to_all(wires), comm.rows(split.wire_bytes, wires.dtype, flat.device)
+    mean = means[comm.rank]
+    if residual is None:
+        reduce_part(codec, flat, own, arrived, comm.rank, 1.0 / comm.size, mean)
+    else:
+        reduce_part_keeping_loss(codec, flat, own, arrived, comm.rank, comm.size, mean, residual)
+
+    for part, wire in zip(split.parts, comm.all_gather_(means), strict=True):
+        decode_part_(codec, flat, part, wire)

@@ -1,8 +1,8 @@
-"""Step 2: the hot loops on flat tensors. Numba on the CPU where it is installed, torch everywhere else; the same bits.
+"""The hot loops on flat tensors: Numba on the CPU if it is installed, torch everywhere else, with the same bits.
 
-A family of kernels is a pair of modules with the same functions, `kernels/torch/half.py` and `kernels/cpu/half.py`; the
-contracts are written in the first. `pick` chooses by the tensor. Numba compiles a kernel when it is first used and
-keeps it on disk; hooks use theirs once when they are registered, so that no step ever waits for a compiler.
+A family of kernels is a pair of modules with the same functions, such as `kernels/torch/half.py` and
+`kernels/numba/half.py`; their contracts are written in the first. `pick` chooses by the tensor. Numba compiles a kernel
+at its first use and caches it on disk. `register` uses every kernel of a hook once, so that no step waits for this.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ log = logging.getLogger("gradwire")
 
 @functools.cache
 def load() -> ModuleType | None:
-    """Get the CPU kernels ready. Says once if Numba is missing; everything works without it, slower."""
-    global _cpu
+    """Load the Numba kernels. Warns once if Numba is missing; everything works without it, but slower."""
+    global _numba
     try:
-        from gradwire.kernels import cpu
+        from gradwire.kernels import numba
     except ImportError:
         log.warning("numba is not installed: encoding on the CPU takes several times as long; pip install numba")
         return None
-    _cpu = cpu
-    return cpu
+    _numba = numba
+    return numba
 
 
-_cpu: ModuleType | None = None
+_numba: ModuleType | None = None
 _TORCH = {
     "fp8": fp8,
     "half": half,
@@ -45,13 +45,13 @@ _TORCH = {
 
 
 def pick(family: str, tensor: Tensor) -> Any:
-    """The module of a family that can work on `tensor`."""
-    return getattr(_cpu, family) if _fast(tensor) else _TORCH[family]
+    """The module of a family that works on `tensor`."""
+    return getattr(_numba, family) if _suits_numba(tensor) else _TORCH[family]
 
 
-def _fast(tensor: Tensor) -> bool:
+def _suits_numba(tensor: Tensor) -> bool:
     return (
-        _cpu is not None
+        _numba is not None
         and not compiler.is_compiling()
         and type(tensor) in (Tensor, nn.Parameter)
         and tensor.device.type == "cpu"

@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
 
-from gradwire.ddp import make_hook
+from gradwire.engine.hook import Hook
 from gradwire.errors import SpecError, StateError
 from gradwire.exchanges import Exchange
 from gradwire.exchanges import exchange as exchange_of
-from gradwire.hook import Hook
+from gradwire.models.ddp import make_hook
 from gradwire.optim.fragments import Named, by_type, check_parameters, digest, own_group, waited
 
 Params = Iterable[Tensor] | Iterable[Mapping[str, Any]]

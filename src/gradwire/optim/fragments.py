@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from gradwire.bucket import Bucket, segments_of
-from gradwire.checks import check_types
 from gradwire.errors import ExchangeError, RegisterError
+from gradwire.exchanges.bucket import Bucket, segments_of
+from gradwire.models.checks import check_types
 
 Named = Sequence[tuple[str, Tensor]]
 

@@ -19,9 +19,9 @@ from torch.autograd.variable import Variable
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from gradwire.bucket import Bucket
+from gradwire.engine.hook import Hook
 from gradwire.errors import RegisterError
-from gradwire.hook import Hook
+from gradwire.exchanges.bucket import Bucket
 from gradwire.optim.parts import Parts, check_optimizer
 
 NO_BACKWARD = -1

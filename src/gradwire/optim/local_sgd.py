@@ -24,11 +24,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from gradwire.comm import Comm
-from gradwire.ddp import make_hook
 from gradwire.errors import RegisterError
 from gradwire.exchanges import Exchange
 from gradwire.exchanges import exchange as exchange_of
+from gradwire.exchanges.base import Comm
+from gradwire.models.ddp import make_hook
 from gradwire.optim import rounds_state
 from gradwire.optim.fragments import Fragment, Journey, check_parameters, cut, digest, own_group, waited
 from gradwire.optim.rounds_checks import check_held, check_model, check_schedule

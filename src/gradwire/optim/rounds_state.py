@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from gradwire.engine.verify import fingerprint
 from gradwire.errors import StateError
 from gradwire.optim.fragments import Fragment, Journey
-from gradwire.verify import fingerprint
 
 if TYPE_CHECKING:
     from gradwire.optim.local_sgd import LocalSGD

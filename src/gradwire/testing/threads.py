@@ -12,14 +12,14 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore, Store
 
-from gradwire.bucket import Bucket, make_bucket
+from gradwire._torch import HashStore, Store
+from gradwire.engine.gloo import THREADS
+from gradwire.engine.hook import Hook
+from gradwire.engine.lanes import Lanes
+from gradwire.engine.runner import LaneRunner
 from gradwire.exchanges import Exchange, exchange
-from gradwire.gloo import THREADS
-from gradwire.hook import Hook
-from gradwire.lanes import Lanes
-from gradwire.runner import LaneRunner
+from gradwire.exchanges.bucket import Bucket, make_bucket
 
 T = TypeVar("T")
 

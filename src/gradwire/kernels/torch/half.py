@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gradwire.scratch import temp
+from gradwire.kernels.memory import temp
 
 
 def half_scale(values: Tensor) -> Tensor:

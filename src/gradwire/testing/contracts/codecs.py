@@ -11,8 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from gradwire.codecs import Codec, decode
-from gradwire.codecs.base import reduce_, sum_
+from gradwire.codecs import Codec
 
 SIZES = (0, 1, 2, 3, 7, 31, 32, 33, 63, 64, 65, 255, 256, 257, 1000, 4096, 10_007)
 SCALES = (1e-30, 1e-8, 1.0, 1e5, 1e30)
@@ -41,12 +40,12 @@ def check_round_trip(codec: Codec) -> None:
 
 def check_special_values(codec: Codec) -> None:
     """Zeros are exact; constants, one spike, and the ends of float32's range are within the bound."""
-    assert torch.equal(decode(codec, codec.encode(torch.zeros(300)), 300), torch.zeros(300))
+    assert torch.equal(codec.decode(codec.encode(torch.zeros(300)), 300), torch.zeros(300))
     spike = torch.zeros(300)
     spike[123] = -3.0
     for values in (torch.full((300,), 0.1), torch.full((300,), -7e4), spike, torch.full((5,), 3e38), torch.ones(1)):
         _check_bound(codec, values)
-    denormal = decode(codec, codec.encode(torch.full((300,), 1e-42)), 300)
+    denormal = codec.decode(codec.encode(torch.full((300,), 1e-42)), 300)
     assert (denormal - 1e-42).abs().max() <= 1e-36
 
 
@@ -56,7 +55,7 @@ def check_non_finite(codec: Codec) -> None:
         for where in (0, 150, 299):
             values = gaussian(300)
             values[where] = bad
-            assert not torch.isfinite(decode(codec, codec.encode(values), 300)).all(), (bad, where)
+            assert not torch.isfinite(codec.decode(codec.encode(values), 300)).all(), (bad, where)
 
 
 def check_deterministic(codec: Codec) -> None:
@@ -85,7 +84,7 @@ def check_decode_forms(codec: Codec) -> None:
     row = torch.zeros((3, codec.wire_bytes(1000)), dtype=torch.uint8)
     codec.encode(values, out=row[1])
     assert torch.equal(row[1], wire)
-    assert torch.equal(decode(codec, torch.stack([wire, wire], dim=1)[:, 0], 1000), once)
+    assert torch.equal(codec.decode(torch.stack([wire, wire], dim=1)[:, 0], 1000), once)
     assert not row[0].any()
     assert not row[2].any()
 
@@ -122,10 +121,10 @@ def check_fused(codec: Codec) -> None:
             codec.decode_(total, wire, alpha=0.25, add=rank > 0)
         for wire in (rows[0], rows[2]):
             codec.decode_(mean, wire, alpha=0.25, add=True)
-        assert torch.equal(sum_(codec, torch.empty(numel), wires, 0.25), total), numel
+        assert torch.equal(codec.sum_(torch.empty(numel), wires, 0.25), total), numel
         wire = torch.empty_like(rows[0])
-        reduce_(codec, wire, own, wires, 1, 0.25)
-        assert torch.equal(decode(codec, wire, numel), decode(codec, codec.encode(mean), numel)), numel
+        codec.reduce_(wire, own, wires, 1, 0.25)
+        assert torch.equal(codec.decode(wire, numel), codec.decode(codec.encode(mean), numel)), numel
 
 
 class _FakeCopies(TorchFunctionMode):
@@ -140,7 +139,7 @@ class _FakeCopies(TorchFunctionMode):
 
 
 def _check_bound(codec: Codec, values: Tensor) -> None:
-    error = decode(codec, codec.encode(values), values.numel()).double() - values.double()
+    error = codec.decode(codec.encode(values), values.numel()).double() - values.double()
     limit = codec.bound * float(values.double().norm()) * (1 + 1e-6)
     assert float(error.norm()) <= limit, (values.numel(), float(values.abs().max()) if values.numel() else 0)
 

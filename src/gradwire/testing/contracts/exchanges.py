@@ -8,9 +8,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from gradwire.bucket import Bucket, make_bucket
+from gradwire.engine.hook import Hook
 from gradwire.exchanges import Exchange
-from gradwire.hook import Hook
+from gradwire.exchanges.bucket import Bucket, make_bucket
 from gradwire.testing.contracts.codecs import gaussian
 from gradwire.testing.threads import Rank, thread_ranks
 

@@ -1,0 +1,252 @@
+"""The pilot of `auto` finds the hook that is fastest for this model on this network, by trying while the model trains.
+
+1. A few exact steps, until DDP has its final buckets; then the gradients of one step are set aside.
+2. Every candidate averages those, and drops out if its error is above `max_error`.
+3. The others take turns, step by step, until it is clear who is fastest (`trial.py`). All ranks gather all times; the
+   slowest rank counts.
+4. The most exact one within 3% of the fastest is taken. If that is `exact`, compression does not pay here.
+5. Every `WATCH` steps the ranks compare times; when a step has become a quarter slower or faster than it was, or after
+   `recheck` steps, the trial starts again. What is in use stays unless another one is more than 5% faster.
+
+All ranks decide from the same numbers, at the same step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import math
+import random
+import statistics
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from gradwire.auto.settings import Auto
+from gradwire.auto.trial import Trial
+from gradwire.engine.hook import Hook
+from gradwire.exchanges import exchange
+from gradwire.exchanges.base import Comm
+from gradwire.exchanges.bucket import Bucket
+
+log = logging.getLogger("gradwire")
+
+WARM_STEPS = 2
+TURN_STEPS = 4
+"""Steps that each candidate takes in a round, one after another's, not in a row: whatever else the machine does slows
+neighbours in time down alike, so that two thirds of the variance are gone."""
+WATCH = 50
+WORTH, MOVED = 1.05, 1.25
+"""Worth a change; the link has changed."""
+PATIENCE, ASK, IDLE = 2000, 10, 50
+"""Steps that a model waits for the end of another one's trial, and after which it asks again; and after so many of
+others it trains no longer."""
+_pilots: weakref.WeakSet[Pilot] = weakref.WeakSet()
+_ticks = itertools.count()
+"""Steps of all models of this process."""
+
+
+class Pilot:
+    """Steers one hook. `on_step` and `on_bucket` are called by the thread that runs backward, on all ranks alike."""
+
+    def __init__(self, hook: Hook, settings: Auto, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.settings = settings
+        self._clock = clock
+        self.reason = "measuring"
+        """Why the hook is what it is, in a sentence."""
+        self._hook = hook
+        self._warm_up()
+        self._errors: dict[str, float] = {}
+        self._chosen: str | None = None
+        self._exchanges = {spec: exchange(spec) for spec in self.settings.specs}
+        self._agreed: set[str] = set()
+        self._start_over()
+        _pilots.add(self)
+
+    def _warm_up(self) -> None:
+        """Compile what is not compiled yet, now and not in a step."""
+        for spec in self.settings.specs:
+            exchange(spec).warm_up(self._hook.device)
+
+    def _start_over(self) -> None:
+        self._step = self._waited = self._tick = 0
+        self._on_trial = False
+        self._aside: list[tuple[Bucket, Tensor]] = []
+        self._trial: Trial | None = None
+        self._plan: deque[tuple[str, bool]] = deque()
+        """The steps to come: whose they are, and whether they count."""
+        self._counts = False
+        self._times: dict[str, list[float]] = {}
+        self._recent: list[float] = []
+        self._began: float | None = None
+
+    # -- called by the hook ------------------------------------------------------------------------------------
+
+    def on_step(self) -> None:
+        """A step begins: note how long the one before took, and do what is due."""
+        self._note_time()
+        self._tick = next(_ticks)
+        if self._step == WARM_STEPS:
+            self._on_trial = self._is_free()
+            self._step -= not self._on_trial
+        if self._step == WARM_STEPS + 1:
+            self._weigh()
+        if self._trial is not None:
+            self._take_turns(self._trial)
+        elif self._step > WARM_STEPS + 1:
+            self._watch()
+        self._step += 1
+        self._began = self._clock()
+
+    def on_bucket(self, bucket: Bucket) -> None:
+        """Set the local gradients of one step aside."""
+        if self._step == WARM_STEPS + 1 and not bucket.flat.is_sparse:
+            self._aside.append((bucket, bucket.flat.clone()))
+
+    # -- the phases --------------------------------------------------------------------------------------------
+
+    def _is_free(self) -> bool:
+        """No other model of this process is on trial, on any rank: each would time the other's steps with its own."""
+        others = [pilot for pilot in _pilots if pilot._on_trial and self._tick - pilot._tick <= IDLE]
+        self._waited += 1
+        if self._waited % ASK != 1:
+            return False
+        (waiting,) = self._slowest([float(bool(others))])
+        return not waiting or self._waited > PATIENCE
+
+    def _note_time(self) -> None:
+        if self._began is not None:
+            self._recent.append(self._clock() - self._began)
+            if self._trial is not None and self._counts:
+                self._times.setdefault(str(self._hook.exchange), []).append(self._recent[-1])
+
+    def _weigh(self) -> None:
+        """Drop the candidates whose error is too large; plan the turns of the others."""
+        if not self._aside:
+            self._settle("exact", "all gradients are sparse, and those travel exactly")
+            return
+        exact = [values.double() for _, values in self._aside]
+        self._hook.run(lambda comm: _mean_all_(comm, exact))
+        total = math.sqrt(sum(float(mean.square().sum()) for mean in exact))
+        if not 0.0 < total < math.inf:  # a step that AMP skips, say: try the next one
+            self._aside.clear()
+            self._step = WARM_STEPS
+            return
+        self._errors = {spec: self._error(spec, exact, total) for spec in self.settings.specs}
+        self._aside.clear()
+        taking_part = self._candidates()
+        if taking_part == ["exact"]:
+            self._settle("exact", f"no other candidate is within max_error={self.settings.max_error:g}")
+        else:
+            self._trial = self._new_trial({spec: self._errors[spec] for spec in taking_part})
+
+    def _new_trial(self, errors: Mapping[str, float]) -> Trial:
+        return Trial(errors)
+
+    def _candidates(self) -> list[str]:
+        """Who takes part in the trial."""
+        limit = self.settings.max_error
+        return [spec for spec in self.settings.specs if self._errors[spec] <= limit or spec == "exact"]
+
+    def _error(self, spec: str, exact: Sequence[Tensor], total: float) -> float:
+        self._switch(spec)
+        lost = 0.0
+        for (bucket, values), mean in zip(self._aside, exact, strict=True):
+            trial = values.clone()
+            self._hook.try_out(dataclasses.replace(bucket, flat=trial))
+            lost += float((trial.double() - mean).square().sum())
+        return math.sqrt(lost) / total
+
+    def _take_turns(self, trial: Trial) -> None:
+        if not self._plan and self._times:
+            self._end_round(trial)
+            if trial.is_over:
+                self._decide(trial)
+                return
+        if not self._plan:
+            self._plan_round(trial)
+        spec, counts = self._plan.popleft()
+        self._switch(spec)
+        self._counts = counts
+
+    def _plan_round(self, trial: Trial) -> None:
+        """In another order each time, the same on all ranks: what a script does every few steps must hit nobody more.
+
+        The first step of all touches new memory, and does not count.
+        """
+        chance = random.Random(self._step)
+        steps = [spec for _ in range(TURN_STEPS) for spec in chance.sample(trial.left, len(trial.left))]
+        if trial.rounds == 0:
+            self._plan.extend((spec, False) for spec in trial.left)
+        before = str(self._hook.exchange) if trial.rounds else trial.left[-1]
+        for last, spec in zip([before, *steps], steps, strict=False):
+            if last != spec and any(self._exchanges[each].takes_residual for each in (last, spec)):
+                self._plan.append((spec, False))  # it pays what feedback owes, or makes room for that
+            self._plan.append((spec, True))
+
+    def _end_round(self, trial: Trial) -> None:
+        """All have had their steps. All ranks go on with the same times."""
+        slowest = self._slowest([value for times in self._times.values() for value in times])
+        starts = range(0, len(slowest), TURN_STEPS)
+        trial.add({spec: slowest[at : at + TURN_STEPS] for spec, at in zip(self._times, starts, strict=True)})
+        self._times = {}
+
+    def _decide(self, trial: Trial) -> None:
+        """What is in use stays, unless a change is worth it."""
+        times_s, pick = trial.times_s, trial.pick
+        if self._chosen in times_s and times_s[self._chosen] <= WORTH * times_s[pick]:
+            pick = self._chosen
+        self._trial = None
+        self._settle(pick, _told(pick, times_s, self._errors, self.settings.max_error))
+        self._expected = trial.medians[pick]
+
+    def _settle(self, spec: str, reason: str) -> None:
+        self._switch(spec)
+        self._chosen, self.reason, self._on_trial = spec, f"{spec}: {reason}", False
+        self._times, self._recent, self._expected = {}, [], 0.0
+        log.info("auto, after %d steps: %s", self._hook.steps, self.reason)
+
+    def _watch(self) -> None:
+        """Has the link changed? Compared with the last trial, by the slowest rank's median."""
+        if len(self._recent) < WATCH:
+            return
+        (now,) = self._slowest([statistics.median(self._recent)])
+        self._recent = []
+        if not self._expected:
+            self._expected = now
+        moved = not self._expected / MOVED <= now <= self._expected * MOVED
+        if moved or self._step >= self.settings.recheck:
+            why = f"a step takes {1e3 * now:.0f} ms, not {1e3 * self._expected:.0f}" if moved else "it is time again"
+            log.info("auto: measuring again, as %s", why)
+            self._start_over()
+
+    # -- machinery ---------------------------------------------------------------------------------------------
+
+    def _switch(self, spec: str) -> None:
+        if str(self._hook.exchange) != spec:
+            self._hook.use(self._exchanges[spec], agreed=spec in self._agreed)
+            self._agreed.add(spec)
+
+    def _slowest(self, times: Sequence[float]) -> list[float]:
+        mine = torch.tensor(times, dtype=torch.float64, device=self._hook.device)
+        return self._hook.gather(mine).amax(0).tolist()
+
+
+def _mean_all_(comm: Comm, values: Sequence[Tensor]) -> None:
+    sizes = [value.numel() for value in values]
+    total = comm.all_reduce_(torch.cat(list(values))) / comm.size
+    for value, mean in zip(values, total.split(sizes), strict=True):
+        value.copy_(mean)
+
+
+def _told(pick: str, times_s: dict[str, float], errors: dict[str, float], limit: float) -> str:
+    times = ", ".join(f"{spec} {1e3 * value:.0f}" for spec, value in times_s.items())
+    out = ", ".join(f"{spec} {error:.2g}" for spec, error in errors.items() if spec not in times_s)
+    left = f"; left out for their error: {out}" if out else ""
+    what = "compression does not pay here" if pick == "exact" else f"error {errors[pick]:.2g} of at most {limit:g}"
+    return f"{what}; ms a step, by the slowest rank: {times}{left}"

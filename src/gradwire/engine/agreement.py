@@ -1,0 +1,31 @@
+"""Agreement: all ranks must request the same hook with the same options, or registration fails on all of them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+
+import torch
+
+from gradwire.errors import RegisterError
+from gradwire.exchanges.base import Comm
+
+MOST_BYTES = 255
+
+
+def gather_texts(comm: Comm, text: str, device: torch.device) -> list[str]:
+    """The texts of all ranks, in their order. Of a long text only the beginning and a checksum travel."""
+    if len(text.encode()) > MOST_BYTES:  # the checksum shows a difference at the end
+        start = text.encode()[: MOST_BYTES // 2].decode(errors="ignore")
+        text = f"{start}... ({hashlib.sha256(text.encode()).hexdigest()[:16]})"
+    own = torch.frombuffer(bytearray(text.encode()[:MOST_BYTES].ljust(256, b"\0")), dtype=torch.uint8).to(device)
+    return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in comm.all_gather(own).cpu()]
+
+
+def agree(run: Callable[[Callable[[Comm], None]], None], what: str, text: str, device: torch.device) -> None:
+    """Raise RegisterError unless all ranks pass the same text. `run` runs a job; all ranks call this together."""
+    texts: list[str] = []
+    run(lambda comm: texts.extend(gather_texts(comm, text, device)))
+    if len(set(texts)) > 1:
+        listed = ", ".join(f"rank {rank} {other!r}" for rank, other in enumerate(texts))
+        raise RegisterError(f"all ranks must ask for the same {what}, got {listed}")

@@ -1,0 +1,132 @@
+"""Checkpoints: what the state of a hook looks like in a file, and which hook may load it.
+
+A state is a plain mapping of numbers, text and tensors. Residuals are kept by parameter name. Only their sum over the
+ranks matters, so a state loads on another number of ranks by the rule: each new rank starts from sum / new size.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwire.errors import StateError
+from gradwire.exchanges.base import Comm
+from gradwire.exchanges.bucket import Memory
+
+log = logging.getLogger("gradwire")
+
+VERSION = 1
+DAMAGED = "the checkpoint is damaged"
+MERGED = -1
+"""The `rank` of a state that holds the sum over all ranks."""
+
+
+def pack(
+    hook: str, step: int, rank: int, size: int, residuals: dict[str, Tensor], memory: Memory | None = None
+) -> dict[str, Any]:
+    """The state of one rank, or of all (`rank` is MERGED). `memory` is the same on all ranks."""
+    state = {"version": VERSION, "hook": hook, "step": step, "rank": rank, "size": size, "residuals": residuals}
+    return {**state, "memory": copy_of(memory or {}, None)}
+
+
+def copy_of(memory: Mapping[str, Mapping[str, Tensor]], device: torch.device | None) -> Memory:
+    """A copy of its own, on a device."""
+    return {
+        name: {key: value.detach().clone().to(device or value.device) for key, value in kept.items()}
+        for name, kept in memory.items()
+    }
+
+
+def merge_(residuals: dict[str, Tensor], comm: Comm) -> None:
+    """Sum over the ranks, in place."""
+    values = [residuals[name] for name in sorted(residuals)]
+    totals = comm.all_reduce_(torch.cat(values)).split([value.numel() for value in values])
+    for value, total in zip(values, totals, strict=True):
+        value.copy_(total)
+
+
+def unpack(states: Sequence[Mapping[str, Any]], rank: int, size: int) -> tuple[int, dict[str, Tensor]]:
+    """The step and the residuals that `rank` of `size` starts from."""
+    _check_form(states)
+    step = int(states[0]["step"])
+    for state in states:
+        if (state["rank"], state["size"]) == (rank, size):
+            return step, dict(state["residuals"])
+    kept = [state["residuals"] for state in states]
+    if not any(kept):
+        return step, {}
+    _check_whole(states, rank, size)
+    names = sorted({name for own in kept for name in own})
+    return step, {name: sum(own[name] for own in kept if name in own) / size for name in names}
+
+
+def check_names(memory: Mapping[str, Any], params: Iterable[tuple[str, Tensor]]) -> None:
+    """Refuse what was remembered of another model."""
+    known = {name for name, _ in params}
+    wrong = [name for name in memory if known and name not in known]
+    if wrong:
+        raise StateError(f"the checkpoint is of another model; it remembers {', '.join(wrong)}, which are not here")
+
+
+def check_shapes(residuals: Mapping[str, Tensor], params: Iterable[tuple[str, Tensor]]) -> None:
+    """Refuse the residuals of another model, by the names and sizes that differ."""
+    numels = {name: param.numel() * (2 if param.is_complex() else 1) for name, param in params}
+    wrong = [name for name, value in residuals.items() if numels and numels.get(name) != value.numel()]
+    if wrong:
+        told = ", ".join(f"{name} ({residuals[name].numel()}, here {numels.get(name, 'none')})" for name in wrong)
+        raise StateError(f"the checkpoint is of another model; values by parameter: {told}")
+
+
+def warn_if_other(state: Mapping[str, Any], hook: str) -> None:
+    """Warn if the state of another hook is loaded: its residuals are applied, its memory is not used."""
+    if (state["residuals"] or state["memory"]) and state.get("hook") != hook:
+        log.warning(
+            "the checkpoint is of %r, this hook is %r: its residuals are applied, the rest of its state is not used",
+            state.get("hook"),
+            hook,
+        )
+
+
+def _check_form(states: Sequence[Mapping[str, Any]]) -> None:
+    if not states:
+        raise StateError("no state given: pass what Hook.state_dict() returned, or a list of such")
+    for state in states:
+        if not isinstance(state, Mapping):
+            raise StateError(f"a state is what Hook.state_dict() returned, or a list of such; got {state!r}")
+        missing = {"version", "step", "rank", "size", "residuals", "memory"} - state.keys()
+        if missing or state["version"] != VERSION:
+            raise StateError(
+                f"not a state of gradwire.Hook version {VERSION} (missing: {', '.join(sorted(missing)) or 'nothing'}; "
+                f"version: {state.get('version')})"
+            )
+        _check_values(state)
+
+
+def _check_values(state: Mapping[str, Any]) -> None:
+    """Refuse what no hook has saved: a damaged file."""
+    for key, least in (("step", 0), ("rank", MERGED), ("size", 1)):
+        if not isinstance(state[key], int) or state[key] < least:
+            raise StateError(f"{DAMAGED}: {key} is a whole number of at least {least}, not {state[key]!r}")
+    memory = state["memory"]
+    kept = [state["residuals"], *(memory.values() if isinstance(memory, Mapping) else [memory])]
+    if not all(map(_is_tensors, kept)):
+        raise StateError(f"{DAMAGED}: its residuals and memory are not tensors by the names of parameters")
+
+
+def _is_tensors(kept: Any) -> bool:
+    return isinstance(kept, Mapping) and all(isinstance(value, Tensor) for value in kept.values())
+
+
+def _check_whole(states: Sequence[Mapping[str, Any]], rank: int, size: int) -> None:
+    """A sum needs all its parts: one merged state, or every rank's."""
+    first = states[0]
+    merged = len(states) == 1 and first["rank"] == MERGED
+    if not merged and sorted(state["rank"] for state in states) != list(range(first["size"])):
+        raise StateError(
+            f"state of rank {first['rank']} of {first['size']} given to rank {rank} of {size}: load each "
+            "rank's own state, the list of all ranks' states, or one made with state_dict(merged=True)"
+        )

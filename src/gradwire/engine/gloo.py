@@ -1,0 +1,131 @@
+"""Gloo: the collectives of a gloo group by faster ways than torch's own.
+
+gloo's all-to-all sends straight from the caller's memory to everybody and receives straight into it. Its all-gather
+goes round in a ring, into memory of its own, and copies; its all-reduce goes round twice. Between two processes of one
+host 1 kB takes the three of them 0.7, 0.7 and 2.8 ms and 256 kB 0.7, 3.1 and 2.7 ms, with processor time to match.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwire._torch import ProcessGroupGloo, Store
+from gradwire.kernels.memory import empty
+
+THREADS = 8
+"""Jobs in flight, and collectives that a lane works at. On many ranks each waits for the last one to send: with four
+jobs, and two collectives at a time, as torch has it, links lie idle meanwhile (a sixth of a step at 4 hosts and
+100 Mbit/s)."""
+
+SMALL_BYTES = 1 << 18
+"""Between two ranks, sums of up to so much are gathered and added up by each: that sends as much and waits less."""
+
+LARGE_BYTES = 3 << 17
+"""Between two ranks, each side of a longer gather says that it is ready to receive before it sends. gloo's all-to-all
+sends first: the word of the rank that comes last waits behind its own message, so they travel one after the other and
+not at once (6% of a step at 100 Mbit/s). Shorter ones stay with the all-to-all, which takes less processor time."""
+
+TAGS = 1 << 30
+SHORT_SUM, LONG_GATHER = "small_all_reduce", "large_all_gather"
+
+
+def way(collective: str, size: int, sent_bytes: float) -> str:
+    """The collective's name, or another one where its size makes it go another way: they cost differently."""
+    if collective == "all_reduce" and size == 2 and sent_bytes <= SMALL_BYTES:
+        return SHORT_SUM
+    if collective == "all_gather" and size == 2 and sent_bytes > LARGE_BYTES:
+        return LONG_GATHER
+    return collective
+
+
+def new_group(store: Store, rank: int, size: int, timeout: timedelta) -> Gloo:
+    """A group as torch makes it, from the interfaces it would take, that works at more collectives at a time."""
+    named = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    made: Any = ProcessGroupGloo
+    options = made._Options()
+    options._devices = [made.create_device(interface=name) for name in named] or [made.create_default_device()]
+    options._threads, options._timeout = THREADS if size > 2 else 2, timeout
+    return Gloo(made(store, rank, size, options))
+
+
+class Gloo:
+    """A gloo group for `GroupComm`."""
+
+    def __init__(self, group: Any) -> None:
+        self._group, self._rank, self._size = group, group.rank(), group.size()
+        self._tag = 0
+
+    def rank(self) -> int:
+        """This rank."""
+        return int(self._rank)
+
+    def size(self) -> int:
+        """How many there are."""
+        return int(self._size)
+
+    def allreduce(self, tensors: list[Tensor]) -> Any:
+        """Sum, in place."""
+        (tensor,) = tensors
+        if self._size != 2 or not _is_plain(tensor) or tensor.numel() * tensor.element_size() > SMALL_BYTES:
+            return self._group.allreduce(tensors)
+        other = empty(tensor.shape, tensor.dtype, tensor.device)
+        work = self._swap(_as_bytes(other), _as_bytes(tensor))
+        return Then(work, lambda: tensor.add_(other))
+
+    def _allgather_base(self, out: Tensor, tensor: Tensor) -> Any:
+        """(n,) on each rank -> (size * n,)."""
+        if not _is_plain(tensor):
+            return self._group._allgather_base(out, tensor)
+        rows, mine = _as_bytes(out).view(self._size, -1), _as_bytes(tensor)
+        if self._size == 2:
+            if rows[self._rank].data_ptr() != mine.data_ptr():
+                rows[self._rank].copy_(mine)
+            swap = self._swap if mine.numel() <= LARGE_BYTES else self._swap_at_once
+            return swap(rows[1 - self._rank], mine)
+        return self._group.alltoall_base(rows, empty(rows.shape, rows.dtype, rows.device).copy_(mine), [], [])
+
+    def alltoall_base(self, out: Tensor, tensor: Tensor, out_sizes: list[int], in_sizes: list[int]) -> Any:
+        """The backend's own."""
+        return self._group.alltoall_base(out, tensor, out_sizes, in_sizes)
+
+    def shutdown(self) -> None:
+        """Close the connections."""
+        self._group.shutdown()
+
+    def _swap(self, theirs: Tensor, mine: Tensor) -> Any:
+        """Two ranks: an all-to-all in which nobody has anything for itself."""
+        sizes = [mine.numel(), 0] if self._rank else [0, mine.numel()]
+        return self._group.alltoall_base(theirs, mine, sizes, sizes)
+
+    def _swap_at_once(self, theirs: Tensor, mine: Tensor) -> Any:
+        """The same, ready to receive before anything is sent. All ranks count alike, so tags match."""
+        other, self._tag = 1 - self._rank, (self._tag + 1) % TAGS
+        received = self._group.recv([theirs], other, self._tag)
+        sent = self._group.send([mine], other, self._tag)
+        return Then(received, sent.wait)
+
+
+class Then:
+    """Work that is not over when its collective is."""
+
+    def __init__(self, work: Any, after: Callable[[], object]) -> None:
+        self._work, self._after = work, after
+
+    def wait(self) -> None:
+        """Until all is done."""
+        self._work.wait()
+        self._after()
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and not tensor.is_sparse and tensor.is_contiguous() and tensor.numel() > 0
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)

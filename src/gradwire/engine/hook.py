@@ -1,0 +1,313 @@
+"""Hook: an exchange at work on one model. It cuts buckets into jobs, and keeps the state of each parameter."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+
+from gradwire import kernels
+from gradwire.engine import checkpoint
+from gradwire.engine.agreement import agree
+from gradwire.engine.residuals import Residuals
+from gradwire.engine.runner import Job, Runner
+from gradwire.engine.stats import Stats
+from gradwire.engine.stream import done
+from gradwire.engine.verify import Verification, verify
+from gradwire.errors import CLOSED, ExchangeError, RegisterError
+from gradwire.exchanges import Exact, Exchange, exchange
+from gradwire.exchanges.base import Comm
+from gradwire.exchanges.bucket import Bucket, Memory, Segment, Steps
+from gradwire.exchanges.feedback import fed_back
+
+Scale = Callable[[], float] | None
+"""Gives a last factor for the mean, when the exchange is done."""
+
+
+class Pilot(Protocol):
+    """Chooses the exchange of a hook while the model trains: see `gradwire.auto`."""
+
+    reason: str
+    """Why the hook uses its exchange, in a sentence."""
+
+    def on_step(self) -> None:
+        """A step begins. The exchange may be changed now."""
+
+    def on_bucket(self, bucket: Bucket) -> None:
+        """A bucket of local gradients has arrived."""
+
+
+class Hook:
+    """What `gradwire.register` returns. Averages buckets over the ranks of one group.
+
+    `switch`, `verify`, `state_dict(merged=True)` and `close` are for all ranks together, between steps.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        runner: Runner,
+        *,
+        rank: int,
+        size: int,
+        device: torch.device,
+        chunk_bytes: int | None = None,
+        params: Callable[[], Iterable[tuple[str, Tensor]]] = tuple,
+        requested: str | None = None,
+        traced: bool = False,
+    ) -> None:
+        """`requested` is the user's spec, if it is not that of the exchange. `traced`: for DDP's compiled reducer."""
+        self.exchange = exchange
+        self.rank, self.size, self.device = rank, size, device
+        self.runner = runner
+        self.layouts: dict[int, tuple[Segment, ...]] = {}
+        self.after_mean: Callable[[Bucket], None] | None = None
+        """Called with every averaged bucket, before DDP gets it, in a thread of the engine: see `gradwire.optim`."""
+        self.before_mean: Callable[[Bucket, bool], None] | None = None
+        """Called with every bucket that arrives, in the thread that runs backward, and whether it opens a step."""
+        self.pilot: Pilot | None = None
+        """Chooses the exchange, if the spec is `auto`."""
+        self._chunk_bytes = chunk_bytes
+        self._params = params
+        self._traced = traced
+        self._residuals = Residuals()
+        self._memory: Memory = {}
+        self._steps = Steps()
+        self._close = weakref.finalize(self, runner.close)
+        self._close.atexit = False  # the runner closes itself at exit
+        self._enter(exchange, requested or str(exchange))
+
+    # -- averaging ---------------------------------------------------------------------------------------------
+
+    def begin(self, bucket: Bucket, first: bool | None = None) -> bool:
+        """Count a bucket; True if it opens a step. The caller may know better, and says so with `first`."""
+        first = self._steps.add(bucket.index, first)
+        self.runner.meter.begin(first)
+        if first:
+            self.layouts.clear()
+        self.layouts[bucket.index] = bucket.segments
+        if self.before_mean is not None:
+            self.before_mean(bucket, first)
+        return first
+
+    def opens_step(self, bucket: Bucket) -> bool:
+        """What `begin` will return. Until then the exchange can still be changed for the whole step."""
+        return self._steps.begins_with(bucket.index)
+
+    def mean(self, bucket: Bucket, scale: Scale = None, *, step: int | None = None) -> Future[Tensor]:
+        """Average a bucket in place, beside whatever the caller does next; the future's value is `bucket.flat`.
+
+        All ranks must call this for the same buckets in the same order. `scale` gives a last factor, the same on all
+        ranks, when the exchange is done. `step` is the number of steps before this one, if it is not the hook's.
+        """
+        if self.size == 1 or self.exchange.lanes == 0 or bucket.flat.numel() == 0:
+            self._check_open()
+            self._finish(bucket)
+            return done(bucket.flat)
+        step = max(self.steps - 1, 0) if step is None else step
+        bucket = dataclasses.replace(bucket, step=step, memory=self._memory)
+        after = None if self.after_mean is None else lambda: self._finish(bucket)
+        return self.runner.submit(self._jobs(bucket, scale), bucket.flat, after)
+
+    def _jobs(self, bucket: Bucket, scale: Scale) -> list[Job]:
+        """What averages a bucket: one job per chunk, each with its part of the residual."""
+        exchange, residuals = self.exchange, self._residuals
+        if bucket.flat.is_sparse:
+            return [_job(Exact(), bucket, None, scale)]
+        chunks = self._chunks(bucket)
+        sizes = [chunk.flat.numel() for chunk in chunks]
+        if exchange.takes_residual:
+            parts = residuals.of(bucket).split(sizes)
+            return [_job(exchange, *pair, scale) for pair in zip(chunks, parts, strict=True)]
+        if residuals.by_param and (pending := residuals.pending(bucket)) is not None:  # from before a switch
+            parts = pending[0].split(sizes)
+            return [_applying_job(exchange, *pair, pending[1], scale) for pair in zip(chunks, parts, strict=True)]
+        return [_job(exchange, chunk, None, scale) for chunk in chunks]
+
+    def _finish(self, bucket: Bucket) -> None:
+        if self.after_mean is not None:
+            self.after_mean(bucket)
+
+    def try_out(self, bucket: Bucket) -> None:
+        """Average a bucket in place and wait for it, as after the warm-up, without feedback and statistics."""
+        bucket = dataclasses.replace(bucket, step=max(self.steps, self.exchange.warmup))
+        jobs = [_job(self.exchange, chunk) for chunk in self._chunks(bucket)]
+        self.runner.submit(jobs, bucket.flat, counted=False).wait()
+
+    def run(self, job: Job) -> None:
+        """Run a job on the hook's lanes and wait for it. All ranks together, between steps."""
+        self._check_open()
+        self.runner.run(job)
+
+    def _chunks(self, bucket: Bucket) -> list[Bucket]:
+        """Equal parts near the wanted size, cut at whole blocks of every rank's share, or between tensors."""
+        flat, unit = bucket.flat, self.size * self.exchange.align
+        wanted = self._chunk_bytes or self.exchange.chunk_bytes(self.size)
+        parts = max(1, round(flat.numel() * flat.element_size() / wanted))
+        if unit == 0:
+            return bucket.chunks(-(-flat.numel() // parts), whole=True)
+        return bucket.chunks(-(-flat.numel() // (parts * unit)) * unit)
+
+    # -- what users call ---------------------------------------------------------------------------------------
+
+    def stats(self) -> Stats:
+        """Averages per step since registration or the last `switch`. It synchronises nothing."""
+        return self.runner.meter.stats(str(self.exchange), "" if self.pilot is None else self.pilot.reason)
+
+    def reset_stats(self) -> None:
+        """Start the statistics again, for instance after the first steps."""
+        self.runner.meter.reset()
+
+    @property
+    def steps(self) -> int:
+        """Steps averaged since registration."""
+        return self._steps.count
+
+    @steps.setter
+    def steps(self, count: int) -> None:
+        self._steps.count = count
+
+    def verify(self) -> Verification:
+        """Check the hook on the model as it is. All ranks together, between steps.
+
+        The hook has run on every rank; all ranks hold the same parameters, bit for bit; and on gradients of the
+        model's own shapes and scales the average is within the exchange's bound of the exact mean.
+        """
+        return verify(self, list(self._params()))
+
+    def switch(self, spec: str | Exchange, **options: object) -> None:
+        """Use another exchange from the next step on. Pending residuals are applied, not lost. Ends `auto`."""
+        self.use(exchange(spec, **options))
+        self.pilot = None
+
+    def use(self, new: Exchange, *, agreed: bool = False) -> None:
+        """The part of `switch` that `auto` uses too. `agreed`: all ranks have used it before, and do so now."""
+        self._check_open()
+        if agreed:
+            self._open(new)
+        else:
+            self._enter(new, str(new))
+        self.exchange = new
+        self.runner.meter.reset()
+
+    def state_dict(self, *, merged: bool = False) -> dict[str, Any]:
+        """Tensors, numbers and text only; `torch.load` takes it with its defaults.
+
+        By default this rank's own state: save it on every rank, and resuming on as many ranks is exact. With `merged`
+        (all ranks together) the state of all ranks, which one file can hold and any number of ranks can load.
+        """
+        residuals = self._residuals.copies()
+        if merged and self.size > 1 and residuals:
+            self.run(lambda comm: checkpoint.merge_(residuals, comm))
+        rank = checkpoint.MERGED if merged else self.rank
+        return checkpoint.pack(str(self.exchange), self.steps, rank, self.size, residuals, self._memory)
+
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Go on from a checkpoint: this rank's own state, a merged one, or the list of all ranks' states.
+
+        Only the sum of the residuals over the ranks matters, so on another number of ranks each starts from
+        sum / ranks. Refused states leave the hook as it was.
+        """
+        states: list[Any] = list(state) if isinstance(state, list | tuple) else [state]
+        step, residuals = checkpoint.unpack(states, self.rank, self.size)
+        checkpoint.check_shapes(residuals, self._params())
+        memory = checkpoint.copy_of(states[0]["memory"], self.device)
+        checkpoint.check_names(memory, self._params())
+        self.exchange.check_memory(memory, list(self._params()))
+        if self.pilot is None:
+            checkpoint.warn_if_other(states[0], str(self.exchange))
+        self._residuals.load({name: value.to(self.device) for name, value in residuals.items()})
+        self._memory = memory
+        self.steps = step
+
+    def scale_state(self, factor: float) -> None:
+        """Multiply all residuals, when the unit of the gradients changes: by new loss scale / old loss scale, say."""
+        self._residuals.scale_(factor)
+
+    def close(self) -> None:
+        """End threads and connections. The model cannot train on afterwards, as DDP cannot remove a hook."""
+        self._close()
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return not self._close.alive
+
+    # -- machinery ---------------------------------------------------------------------------------------------
+
+    def _enter(self, new: Exchange, requested: str) -> None:
+        """Make sure that all ranks request the same exchange, and make its lanes."""
+        if self._traced and not new.traceable:
+            raise RegisterError(
+                f"{new} keeps state between steps, which DDP's compiled reducer has no place for; set "
+                "torch._dynamo.config.optimize_ddp = 'ddp_optimizer' before building the model, or use another hook"
+            )
+        new.check(list(self._params()))
+        levels = new.levels(self.size)
+        if self.size == 1:
+            return
+        kernels.load()
+        new.warm_up(self.device)
+        self.runner.open(1)
+        self.agree("hook", requested)
+        if new.same_kernels:
+            self.agree("kernels (numba installed, or not)", "numba" if kernels.load() else "torch")
+        self.agree("chunk_bytes", str(self._chunk_bytes or "default"))
+        if levels is not None:
+            self.agree("ranks of a node", str(levels.node))
+        self._open(new)
+
+    def _open(self, new: Exchange) -> None:
+        """Make the lanes of an exchange that all ranks use."""
+        if self.size > 1:
+            self.runner.open(new.lanes)
+            self.runner.split(new.levels(self.size))
+
+    def gather(self, values: Tensor) -> Tensor:
+        """(n,) on each rank -> (size, n). All ranks together, between steps."""
+        if self.size == 1:
+            return values[None]
+        got: list[Tensor] = []
+        self.run(lambda comm: got.append(comm.all_gather(values).clone()))
+        return got[0]
+
+    def agree(self, what: str, text: str) -> None:
+        """Raise RegisterError unless all ranks pass the same text. All ranks together."""
+        agree(self.runner.run, what, text, self.device)
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ExchangeError(CLOSED)
+
+    def __repr__(self) -> str:
+        return f"<gradwire.Hook {self.exchange} rank={self.rank} size={self.size} steps={self.steps}>"
+
+
+def _job(exchange: Exchange, bucket: Bucket, residual: Tensor | None = None, scale: Scale = None) -> Job:
+    """What averages one chunk."""
+
+    def run(comm: Comm) -> None:
+        exchange.mean_(bucket, comm, residual)
+        if scale is not None:
+            bucket.flat.mul_(scale())
+
+    return run
+
+
+def _applying_job(exchange: Exchange, bucket: Bucket, residual: Tensor, applied: list[Tensor], scale: Scale) -> Job:
+    """For an exchange that keeps no residual: apply a pending one. It stays pending if the mean is not finite."""
+
+    def run(comm: Comm) -> None:
+        with fed_back(bucket.flat, residual) as work:
+            exchange.mean_(dataclasses.replace(bucket, flat=work), comm)
+            residual.zero_()
+        applied.append(torch.isfinite(bucket.flat).all())
+        if scale is not None:
+            bucket.flat.mul_(scale())
+
+    return run

@@ -1,0 +1,289 @@
+"""Lanes: collectives in the same order on every rank, for backends that block the host (gloo).
+
+1. All ranks submit the same jobs in the same order, and give them the same tickets: 0, 1, 2, ...
+2. The k-th collective of a job goes on lane k, a process group of its own.
+3. A lane lets jobs through strictly by ticket. So each group sees the same collectives in the same order on every rank,
+   whatever the threads do; and a job only ever waits for jobs with a lower ticket, so there is no deadlock.
+
+Lanes are not groups of `dist.new_group`, whose names depend on what else a process has made or destroyed. They are made
+from the store of the model's group, by its members alone, under a name that counts up. Every byte is counted here.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from contextvars import ContextVar
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwire._torch import PrefixStore, Store
+from gradwire.engine.gloo import new_group
+from gradwire.errors import ExchangeError
+from gradwire.exchanges.base import Levels
+from gradwire.kernels.memory import empty
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What one job moved, and how long its collectives took."""
+
+    sent_bytes: float = 0.0
+    received_bytes: float = 0.0
+    wire_s: float = 0.0
+    """From issuing each collective to its end."""
+    queue_s: float = 0.0
+    """Waiting for the job's turn on a lane."""
+    first_s: float | None = None
+    """When the first collective was requested (`time.perf_counter`)."""
+
+
+Hold = Callable[[str, int, float, float], float]
+"""Waits as a slower link would. It takes the collective's name, the number of ranks, the bytes sent and the seconds the
+collective has taken so far, and returns by how many seconds it has prolonged it."""
+
+slow_link: ContextVar[Hold | None] = ContextVar("slow_link", default=None)
+"""Engines that are made while this is set are slowed down by it: see `gradwire.advisor.emulate`."""
+
+
+class GroupComm:
+    """The collectives of one job: the k-th one on the k-th group, each in its turn. See `exchanges.base.Comm`."""
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        run: Callable[[int, Callable[[Any], Any]], tuple[float, float]],
+        hold: Hold | None = None,
+    ) -> None:
+        self.rank, self.size = rank, size
+        self.traffic = Traffic()
+        self.used = 0
+        self.levels: tuple[GroupComm, ...] = ()
+        """The collectives inside the node and across the nodes, if the engine was opened with levels."""
+        self._run, self._hold = run, hold
+
+    def all_reduce_(self, tensor: Tensor) -> Tensor:
+        """Ring: every value crosses the wire 2 (size - 1) / size times."""
+        sent_bytes = _bytes(tensor) * 2 * (self.size - 1) / self.size
+        self._collect("all_reduce", lambda group: group.allreduce([tensor]), sent_bytes)
+        return tensor
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Every value is sent to all other ranks: size - 1 times."""
+        return self._all_gather(self.rows(tensor.numel(), tensor.dtype, tensor.device), tensor)
+
+    def rows(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Work space of the job."""
+        return empty((self.size, numel), dtype, device)
+
+    def all_gather_(self, rows: Tensor) -> Tensor:
+        """The same, in place."""
+        return self._all_gather(rows, rows[self.rank])
+
+    def _all_gather(self, rows: Tensor, own: Tensor) -> Tensor:
+        sent_bytes = _bytes(own) * (self.size - 1)
+        self._collect("all_gather", lambda group: group._allgather_base(rows.view(-1), own), sent_bytes)
+        return rows
+
+    def all_to_all(self, tensor: Tensor) -> Tensor:
+        """Every row but the own one is sent: (size - 1) / size times."""
+        out = empty(tensor.shape, tensor.dtype, tensor.device)
+        sent_bytes = _bytes(tensor) * (self.size - 1) / self.size
+        self._collect("all_to_all", lambda group: group.alltoall_base(out, tensor, [], []), sent_bytes)
+        return out
+
+    def _collect(self, name: str, issue: Callable[[Any], Any], moved_bytes: float) -> None:
+        if self.traffic.first_s is None:
+            self.traffic.first_s = time.perf_counter()
+        lane, self.used = self.used, self.used + 1
+        queue_s, wire_s = self._run(lane, issue)
+        if self._hold is not None:
+            wire_s += self._hold(name, self.size, moved_bytes, wire_s)
+        self.traffic.queue_s += queue_s
+        self.traffic.wire_s += wire_s
+        self.traffic.sent_bytes += moved_bytes
+        self.traffic.received_bytes += moved_bytes
+
+
+class Lane:
+    """A process group, and whose turn it is on it."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self._turn = 0
+        self._passed: set[int] = set()
+        """Tickets that no longer need a turn."""
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+        self._waiting: dict[int, threading.Condition] = {}
+        """Waiting threads by the turn that they wait for, so that a turn wakes only the threads it concerns."""
+
+    def begin_at(self, ticket: int) -> None:
+        """Set the next ticket to be let in; no thread may be waiting."""
+        self._turn = ticket
+
+    def run(self, ticket: int, issue: Callable[[Any], Any]) -> tuple[float, float]:
+        """Wait for the ticket's turn, issue the collective, let the next ticket in, and wait for the end.
+
+        Returns the seconds waited for the turn, and those waited for the collective.
+        """
+        requested = time.perf_counter()
+        work = self._pass(ticket, issue)
+        issued = time.perf_counter()
+        work.wait()
+        return issued - requested, time.perf_counter() - issued
+
+    def skip(self, ticket: int) -> None:
+        """Let the next ticket in without a collective, once it is this one's turn; does not wait for that."""
+        with self._lock:
+            self._passed.add(ticket)
+            self._let_in_next()
+
+    def _pass(self, ticket: int, issue: Callable[[Any], Any]) -> Any:
+        with self._lock:
+            self._wait_for(ticket)
+            if self._error is not None:
+                raise self._error
+            work = issue(self.group)
+            self._passed.add(ticket)
+            self._let_in_next()
+            return work
+
+    def _let_in_next(self) -> None:
+        while self._turn in self._passed:
+            self._passed.remove(self._turn)
+            self._turn += 1
+            if self._turn in self._waiting:
+                self._waiting.pop(self._turn).notify_all()
+
+    def _wait_for(self, turn: int, timeout_s: float | None = None) -> None:
+        """Holding the lock: until it is, or has been, that turn, or somebody has failed."""
+        if self._turn < turn and self._error is None:
+            woken = self._waiting.setdefault(turn, threading.Condition(self._lock))
+            woken.wait_for(lambda: self._turn >= turn or self._error, timeout_s)
+
+    def wait_issued(self, ticket: int, timeout_s: float) -> None:
+        """Wait until the ticket's collective is on its way, but not for long."""
+        with self._lock:
+            self._wait_for(ticket + 1, timeout_s)
+
+    def break_(self, error: BaseException) -> None:
+        """Raise in all threads that wait, and close the connections so that the other ranks' collectives fail too."""
+        with self._lock:
+            self._error = error
+            for woken in self._waiting.values():
+                woken.notify_all()
+        group, self.group = self.group, None
+        if group is not None:
+            group.shutdown()
+
+
+class Lanes:
+    """The lanes of one engine over gloo, made by the ranks that use them and by no other ranks."""
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, name: str) -> None:
+        self.rank, self.size = rank, size
+        self._store = PrefixStore(f"gradwire/{name}", store)
+        self._timeout = timeout
+        self._lanes: list[Lane] = []
+        self.hold = slow_link.get()
+        """What makes collectives of coming jobs take longer."""
+        self._levels: tuple[Lanes, ...] = ()
+        self._made: dict[Levels, tuple[Lanes, ...]] = {}
+        self._broken = False
+
+    def split(self, levels: Levels | None, next_ticket: int) -> None:
+        """Use the lanes of both levels from the next ticket on, made if they are not there yet. All ranks together."""
+        if levels is not None and levels not in self._made:
+            self._made[levels] = self._make(levels, next_ticket)
+        self._levels = () if levels is None else self._made[levels]
+        for lane in (lane for lanes in self._levels for lane in lanes._lanes):
+            lane.begin_at(next_ticket)
+
+    def _make(self, levels: Levels, next_ticket: int) -> tuple[Lanes, ...]:
+        nodes, node, place = self.size // levels.node, *divmod(self.rank, levels.node)
+        inside = Lanes(self._store, place, levels.node, self._timeout, f"{next_ticket}/node/{node}")
+        across = Lanes(self._store, node, nodes, self._timeout, f"{next_ticket}/place/{place}")
+        inside.hold, across.hold = None, self.hold  # an emulated link is the one between the nodes
+        inside.open(levels.inside, next_ticket)
+        across.open(levels.across, next_ticket)
+        return inside, across
+
+    def open(self, count: int, next_ticket: int) -> None:
+        """Make lanes until there are `count`, which all ranks must ask for; `next_ticket` is the next one let in."""
+        while len(self._lanes) < count:
+            store = PrefixStore(f"lane/{len(self._lanes)}", self._store)
+            lane = Lane(new_group(store, self.rank, self.size, self._timeout))
+            lane.begin_at(next_ticket)
+            self._lanes.append(lane)
+
+    def comm(self, ticket: int) -> GroupComm:
+        """The collectives of the job with this ticket."""
+        made = GroupComm(self.rank, self.size, lambda lane, issue: self._lane(lane).run(ticket, issue), self.hold)
+        made.levels = tuple(lanes.comm(ticket) for lanes in self._levels)
+        for part in made.levels:
+            part.traffic = made.traffic
+        return made
+
+    def wait_started(self, ticket: int, timeout_s: float) -> None:
+        """Wait until the job's first collective is on its way, but not for long."""
+        first = self._levels[0] if self._levels else self
+        first._lane(0).wait_issued(ticket, timeout_s)
+
+    def finish(self, ticket: int, comm: GroupComm) -> None:
+        """The job is done: let the next one through the lanes it did not use."""
+        for lane in self._lanes[comm.used :]:
+            lane.skip(ticket)
+        for lanes, part in zip(self._levels, comm.levels, strict=True):
+            lanes.finish(ticket, part)
+
+    def break_(self, error: BaseException) -> None:
+        """This rank cannot go on: tell the others why, and end their waiting."""
+        if self._broken:
+            return
+        self._broken = True
+        if not isinstance(error, ExchangeError):
+            self.publish_error(f"{type(error).__name__}: {error}")
+        parts = [lanes for made in self._made.values() for lanes in made]
+        for lane in (*self._lanes, *(lane for lanes in parts for lane in lanes._lanes)):
+            lane.break_(error)
+
+    def publish_error(self, text: str) -> None:
+        """Leave a message for the other ranks in the store."""
+        with suppress(RuntimeError):  # the store died with its rank: the closed connections must do
+            self._store.set("error", f"rank {self.rank}: {text}")
+
+    def peer_error(self) -> str:
+        """The message that another rank left before it closed its lanes; empty if there is none."""
+        try:
+            return self._store.get("error").decode() if self._store.check(["error"]) else ""
+        except RuntimeError:
+            return ""
+
+    def close(self) -> None:
+        """Drop the groups. Jobs must have ended."""
+        self._lanes.clear()
+        self._made.clear()
+        self._levels = ()
+
+    def _lane(self, index: int) -> Lane:
+        if index >= len(self._lanes):
+            raise ExchangeError(f"the exchange issued collective {index + 1} but declares lanes={len(self._lanes)}")
+        return self._lanes[index]
+
+
+def _bytes(tensor: Tensor) -> int:
+    if tensor.is_sparse:
+        return sum(map(_bytes, _parts(tensor)))
+    return tensor.numel() * tensor.element_size()
+
+
+def _parts(sparse: Tensor) -> tuple[Tensor, Tensor]:
+    return sparse._indices(), sparse._values()

@@ -1,0 +1,310 @@
+"""LaneRunner: runs jobs beside the backward pass, in order, and completes a Future for each bucket.
+
+It uses a few threads, for backends that block the host. A job keeps a thread from its first encoding to its last
+decoding; while one job waits for the wire, others encode and decode: that is the whole pipeline. For backends that do
+not block the host, see `stream.py`.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+
+from gradwire.engine.gloo import THREADS
+from gradwire.engine.lanes import Lanes, Traffic
+from gradwire.engine.stats import Stats
+from gradwire.errors import CLOSED, ExchangeError
+from gradwire.exchanges.base import Comm, Levels
+from gradwire.kernels.memory import Scratch
+
+Job = Callable[[Comm], None]
+"""Averages one chunk, through the collectives that it is given."""
+
+KICK_S = 0.005
+"""How long the backward thread waits for the first collective of an idle wire to be issued: on a busy core, a worker
+that it has just woken gets neither the GIL nor the core before a whole time slice has passed."""
+CUT_OFF = "application timeout caused pair closure"
+"""gloo's message to threads that wait on a connection which the time limit of another thread has closed."""
+NO_MESSAGE = "it left no message, so it was probably killed; look at the other ranks' logs"
+AT_CLOSE_S = 20
+AT_EXIT_S = 1
+"""How long threads may take to end what is queued. A process must not exit while one is inside torch: the thread would
+return to an interpreter that no longer exists, and abort the process."""
+
+
+class Meter:
+    """Adds up what jobs have moved and how long they took. Called from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.reset()
+
+    def reset(self) -> None:
+        """Start again from zero."""
+        with self._lock:
+            self._steps = self._buckets = 0
+            self._sent = self._received = self._encode = self._wire = self._decode = self._waited = 0.0
+            self._called = self._ended = 0.0
+
+    def begin(self, first: bool) -> None:
+        """A bucket has arrived; `first`: it opens a step."""
+        with self._lock:
+            if first:
+                self._close_step()
+                self._steps += 1
+            self._buckets += 1
+            self._called = time.perf_counter()
+
+    def add(self, traffic: Traffic, began: float, ended: float) -> None:
+        """A job has ended. `began` and `ended` are of `time.perf_counter`."""
+        first = traffic.first_s if traffic.first_s is not None else ended
+        with self._lock:
+            self._sent += traffic.sent_bytes
+            self._received += traffic.received_bytes
+            self._wire += traffic.wire_s
+            self._encode += first - began
+            self._decode += max(ended - first - traffic.wire_s - traffic.queue_s, 0.0)
+            self._ended = max(self._ended, ended)
+
+    def stats(self, hook: str, reason: str = "") -> Stats:
+        """Averages so far."""
+        with self._lock:
+            self._close_step()
+            steps = max(self._steps, 1)
+            sums = (self._sent, self._received, self._encode, self._wire, self._decode, self._waited)
+            sent, received, encode, wire, decode, waited = (value / steps for value in sums)
+            buckets = self._buckets / steps
+            return Stats(hook, self._steps, buckets, sent, received, encode, wire, decode, waited, reason)
+
+    def _close_step(self) -> None:
+        self._waited += max(self._ended - self._called, 0.0) if self._called else 0.0
+        self._called = self._ended = 0.0
+
+
+class Runner(Protocol):
+    """Runs jobs in the order of submission, the same on every rank."""
+
+    meter: Meter
+    """What the jobs have moved, and how long they took."""
+
+    def open(self, lanes: int) -> None:
+        """Prepare for jobs of up to `lanes` collectives. All ranks together."""
+
+    def split(self, levels: Levels | None) -> None:
+        """Prepare for jobs of two levels, or of one (None). All ranks together."""
+
+    def submit(
+        self, jobs: Sequence[Job], result: Tensor, after: Callable[[], None] | None = None, *, counted: bool = True
+    ) -> Future[Tensor]:
+        """Run `jobs`, then `after`, and complete the future with `result`; `counted`: in the meter too."""
+
+    def run(self, job: Job) -> None:
+        """Run one job and wait for it."""
+
+    def close(self) -> None:
+        """End threads and groups. Submitting afterwards is an error."""
+
+
+class _Pending:
+    """A future for several jobs. A callback computes its value: only so does an error reach DDP with its text."""
+
+    def __init__(self, jobs: int, result: Tensor, after: Callable[[], None] | None, counted: bool) -> None:
+        self.counted = counted
+        self._gate: Future[None] = Future()
+        self._left = jobs
+        self._after = after
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+        self.future: Future[Tensor] = self._gate.then(lambda _: self._value(result))
+
+    def _value(self, result: Tensor) -> Tensor:
+        if self._error is not None:
+            raise self._error
+        return result
+
+    def end(self, error: BaseException | None = None) -> bool:
+        """One job has ended, or all have failed. True if that settled the future."""
+        with self._lock:
+            if self._left == 0:
+                return False
+            self._left = 0 if error is not None else self._left - 1
+            self._error = error
+            settled = self._left == 0
+        if settled and error is None and self._after is not None:
+            self._error = self._try(self._after)
+        if settled:
+            self._gate.set_result(None)
+        return settled
+
+    def _try(self, after: Callable[[], None]) -> BaseException | None:
+        try:
+            after()
+        except BaseException as error:
+            return error
+        return None
+
+
+class LaneRunner:
+    """A pool of threads over lanes."""
+
+    def __init__(self, lanes: Lanes, threads: int = THREADS) -> None:
+        self.lanes = lanes
+        self.meter = Meter()
+        self._jobs: queue.SimpleQueue[tuple[int, Job, _Pending] | None] = queue.SimpleQueue()
+        self._open: set[_Pending] = set()
+        self._lock = threading.Lock()
+        self._next_ticket = 0
+        self._error: BaseException | None = None
+        self._closed = False
+        self._most, self._threads = threads, list[threading.Thread]()
+        self._unfinished = 0
+        self._at_exit = weakref.finalize(self, _leave, self._jobs, self._threads, lanes)
+
+    def open(self, lanes: int) -> None:
+        """Make the lanes that are missing; no job may be under way."""
+        self.lanes.open(lanes, self._next_ticket)
+
+    def split(self, levels: Levels | None) -> None:
+        """Use lanes of two levels, or of one, from now on; no job may be under way."""
+        self.lanes.split(levels, self._next_ticket)
+
+    def submit(
+        self, jobs: Sequence[Job], result: Tensor, after: Callable[[], None] | None = None, *, counted: bool = True
+    ) -> Future[Tensor]:
+        """Queue the jobs under the next tickets. `after` runs in the thread that ends the last job."""
+        self._check_usable()
+        pending, first = _Pending(len(jobs), result, after, counted), self._next_ticket
+        with self._lock:
+            idle = not self._open
+            self._open.add(pending)
+        for job in jobs:
+            self._add_thread()
+            self._jobs.put((self._next_ticket, job, pending))
+            self._next_ticket += 1
+        if idle:
+            self.lanes.wait_started(first, KICK_S)
+        return pending.future
+
+    def run(self, job: Job) -> None:
+        """Run one job in its turn and wait; its error is raised as it is."""
+        self._check_usable()
+        try:
+            self.submit([job], torch.empty(0), counted=False).wait()
+        except RuntimeError:
+            raise self._error or ExchangeError("the hook was closed meanwhile") from None
+
+    def close(self) -> None:
+        """Let queued jobs end, then stop the threads and drop the groups."""
+        if self._closed:
+            return
+        self._closed = True
+        self._at_exit.detach()
+        _stop(self._jobs, self._threads, AT_CLOSE_S)
+        self.lanes.close()
+
+    def _add_thread(self) -> None:
+        """Start a thread, unless those that exist can take one more job."""
+        with self._lock:
+            self._unfinished += 1
+            needed = len(self._threads) < min(self._unfinished, self._most)
+        if needed:
+            thread = threading.Thread(target=self._work, name=f"gradwire-{len(self._threads)}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise ExchangeError(CLOSED)
+        if self._error is not None:
+            earlier = f"{type(self._error).__name__}: {self._error}"
+            raise ExchangeError(f"this hook stopped at an earlier error: {earlier}") from self._error
+
+    def _work(self) -> None:
+        scratch = Scratch()
+        while (item := self._jobs.get()) is not None:
+            ticket, job, pending = item
+            try:
+                with scratch.job():
+                    self._run_one(ticket, job, pending.counted)
+            except BaseException as error:
+                self._fail(error)
+            else:
+                self._settle(pending)
+            del item, job, pending  # a waiting thread must not keep a bucket alive
+
+    def _run_one(self, ticket: int, job: Job, counted: bool) -> None:
+        if self._error is not None:
+            raise self._error
+        began = time.perf_counter()
+        comm = self.lanes.comm(ticket)
+        job(comm)
+        ended = time.perf_counter()
+        self.lanes.finish(ticket, comm)
+        if counted:
+            self.meter.add(comm.traffic, began, ended)
+
+    def _settle(self, pending: _Pending) -> None:
+        with self._lock:
+            self._unfinished -= 1
+        if pending.end():
+            with self._lock:
+                self._open.discard(pending)
+
+    def _fail(self, error: BaseException) -> None:
+        """The first error ends everything: every waiting backward gets it, and the other ranks' lanes close."""
+        _forget_frames(error)
+        if self._error is None:
+            self._error = error = self._explain(error)
+            self.lanes.break_(error)
+        with self._lock:
+            waiting, self._open = self._open, set()
+        for pending in waiting:
+            pending.end(self._error)
+
+    def _explain(self, error: BaseException) -> BaseException:
+        """A closed connection means that another rank failed: say which, if it left a message."""
+        text = str(error).lower()
+        if not isinstance(error, RuntimeError) or not ("gloo" in text or CUT_OFF in text):
+            return error
+        peer_error = self.lanes.peer_error()
+        if not peer_error and ("timed out" in text or CUT_OFF in text):
+            reason = "no other rank came in time: one is slow or stuck, or did not run this backward pass"
+            self.lanes.publish_error(reason)
+        else:
+            reason = f"another rank failed ({peer_error or NO_MESSAGE})"
+        cause = ExchangeError(f"{reason}; so rank {self.lanes.rank} stops too [{error}]")
+        cause.__cause__ = error
+        return cause
+
+
+def _stop(jobs: queue.SimpleQueue[Any], threads: Sequence[threading.Thread], timeout_s: float) -> None:
+    """Let queued jobs end, then the threads, but do not wait longer than that."""
+    for _ in threads:
+        jobs.put(None)
+    until_s = time.monotonic() + timeout_s
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join(timeout=max(0.0, until_s - time.monotonic()))
+
+
+def _leave(jobs: queue.SimpleQueue[Any], threads: Sequence[threading.Thread], lanes: Lanes) -> None:
+    """At the end of the process. Closing the lanes ends gloo's threads while the interpreter still exists."""
+    _stop(jobs, threads, AT_EXIT_S)
+    if not any(thread.is_alive() for thread in threads):
+        lanes.close()
+
+
+def _forget_frames(error: BaseException) -> None:
+    """Release what the failed calls held: a collective in a traceback would keep its connections open."""
+    traceback.clear_frames(error.__traceback__)
+    if error.__context__ is not None:
+        _forget_frames(error.__context__)

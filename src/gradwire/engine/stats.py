@@ -1,0 +1,36 @@
+"""Stats: what a hook has done so far, as averages per step."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Averages per step since registration, the last `switch` or the last `reset_stats`.
+
+    Times of chunks overlap with each other and with the backward pass, so `encode_s + wire_s + decode_s` is work done,
+    not time lost. Time lost is `wait_s`. On an accelerator all times are those of the host that enqueues.
+    """
+
+    hook: str
+    """The spec."""
+    steps: int
+    buckets: float
+    sent_bytes: float
+    """Sent by this rank per step, payload only."""
+    received_bytes: float
+    encode_s: float
+    """From the start of a chunk to its first collective."""
+    wire_s: float
+    """From issuing a collective to its end, summed over the chunks."""
+    decode_s: float
+    """Everything after the first collective that is not wire: summing, encoding the mean, decoding."""
+    wait_s: float
+    """From the last bucket's arrival to the end of the last job: what the optimizer had to wait for."""
+    reason: str = ""
+    """Under `auto`: why it is this hook."""
+
+    def as_dict(self) -> dict[str, str | int | float]:
+        """A plain mapping, for logging."""
+        return asdict(self)

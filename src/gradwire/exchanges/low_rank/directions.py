@@ -1,0 +1,57 @@
+"""The directions Q of low-rank averaging. They belong to parameters, and each step starts from those of the last."""
+
+from __future__ import annotations
+
+import zlib
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradwire import kernels
+from gradwire.exchanges.bucket import Bucket
+from gradwire.exchanges.low_rank.matrices import Matrices
+
+
+class Directions(NamedTuple):
+    """Where they are kept, and where they come from at first."""
+
+    key: str
+    """In a parameter's memory."""
+    seed: int
+    warm_start: bool
+    """Without it every step starts from random ones."""
+
+    def recall(self, bucket: Bucket, group: Matrices, like: Tensor) -> Tensor:
+        """Orthonormal directions to start from, (B, R, N). Those that went to zero, as gradients did, start anew."""
+        kept = [self._kept(bucket, name, group) for name in group.names]
+        q = torch.stack(
+            [
+                self._random(bucket.step, name, group, like) if old is None else old.to(like.dtype)
+                for old, name in zip(kept, group.names, strict=True)
+            ]
+        )
+        kernel = kernels.pick("low_rank", q)
+        kernel.orthonormalize_(q)
+        gone = (q == 0).all(2, keepdim=True)
+        if like.device.type != "cpu" or gone.any():  # on an accelerator, asking would mean waiting for it
+            fresh = torch.stack([self._random(bucket.step, name, group, like) for name in group.names])
+            q = torch.where(gone, fresh, q)
+            kernel.orthonormalize_(q)
+        return q
+
+    def keep(self, bucket: Bucket, group: Matrices, q_BRN: Tensor) -> None:
+        """For the next step."""
+        if bucket.memory is not None and self.warm_start:
+            for name, q in zip(group.names, q_BRN.float(), strict=True):
+                bucket.memory.setdefault(name, {})[self.key] = q
+
+    def _random(self, step: int, name: str, group: Matrices, like: Tensor) -> Tensor:
+        seed = zlib.crc32(repr((self.seed, step, name)).encode())
+        generator = torch.Generator(like.device).manual_seed(seed)
+        shape = (group.rank, group.stack.cols)
+        return torch.randn(shape, generator=generator, dtype=like.dtype, device=like.device)
+
+    def _kept(self, bucket: Bucket, name: str, group: Matrices) -> Tensor | None:
+        kept = (bucket.memory or {}).get(name, {}).get(self.key) if self.warm_start else None
+        return kept if kept is not None and kept.shape == (group.rank, group.stack.cols) else None

@@ -1,0 +1,118 @@
+"""Two levels: one exchange inside a node, where the network is fast, and another across nodes, where it is not.
+
+    node 0   rank 0 [ a | b ]  \\ mean inside   rank 0 [ a |   ]  <- across ->  rank 2 [ a |   ]  \\ gather inside
+             rank 1 [ a | b ]  /               rank 1 [   | b ]  <- across ->  rank 3 [   | b ]  /
+
+Each rank of a node carries its own part across, so that a node sends every value once, however many ranks it has.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradwire.errors import SpecError
+from gradwire.exchanges.base import Comm, Exchange, Levels
+from gradwire.exchanges.bucket import Bucket, cut
+from gradwire.exchanges.feedback import fed_back
+from gradwire.kernels.memory import empty
+from gradwire.spec import write
+
+
+@dataclass(frozen=True, slots=True)
+class TwoLevel(Exchange):
+    """`inside` among the ranks of a node, then `across` among the nodes. Feedback is kept of what `across` loses."""
+
+    inside: Exchange
+    across: Exchange
+    node: int | None = None
+    """Ranks of a node: consecutive ones. By default as many as torchrun started there (LOCAL_WORLD_SIZE)."""
+
+    def __post_init__(self) -> None:
+        for place, part in (("inside", self.inside), ("across", self.across)):
+            if not part.averages:
+                raise SpecError(f"two_level: {place}={part} does not average; use exact, or a hook that compresses")
+            if part.align == 0 or isinstance(part, TwoLevel):
+                raise SpecError(f"two_level: {place}={part} cannot be a part of it; use exact, or a codec such as int4")
+        if self.inside.takes_residual:
+            raise SpecError(f"two_level: feedback is for the slow level; inside={self.inside} must go without")
+        if self.node is not None and self.node < 1:
+            raise SpecError(f"two_level: node, the ranks of a node, must be at least 1, got {self.node}")
+
+    def levels(self, size: int) -> Levels:
+        """How `size` ranks are split, and the lanes that each level needs. Called once, at registration."""
+        node = self.node or int(os.environ.get("LOCAL_WORLD_SIZE", 0))
+        if node < 1 or size % node:
+            told = f"{size} ranks do not split into nodes of {node}" if node else "LOCAL_WORLD_SIZE is not set"
+            raise SpecError(f"two_level: {told}; say how many ranks share a node, as in 'two_level:node=8'")
+        return Levels(node, self.inside.lanes + 1, self.across.lanes)
+
+    @property
+    def takes_residual(self) -> bool:
+        """Where the slow level has feedback."""
+        return self.across.takes_residual
+
+    @property
+    def align(self) -> int:
+        """Whole blocks for both."""
+        return math.lcm(self.inside.align, self.across.align)
+
+    def chunk_bytes(self, size: int) -> int:
+        """As the slow level likes it."""
+        return self.across.chunk_bytes(size)
+
+    def bound(self, size: int) -> float:
+        """Both errors, one after the other."""
+        inside, across = self.inside.bound(size) or 0.0, self.across.bound(size) or 0.0
+        return inside + across * (1.0 + inside)
+
+    def mean_(self, bucket: Bucket, comm: Comm, residual: Tensor | None = None) -> None:
+        """1. Mean inside, of all that is owed too.  2. Mean of one's own part across.  3. Gather the parts inside."""
+        inside, across = comm.levels
+        with fed_back(bucket.flat, residual) as work:
+            if inside.size > 1:
+                self.inside.mean_(dataclasses.replace(bucket, flat=work), inside)
+            share = self._share(work.numel(), inside.size, across.size)
+            begin = min(share * inside.rank, work.numel())
+            own = slice(begin, min(begin + share, work.numel()))
+            part = dataclasses.replace(bucket, flat=work[own], segments=cut(bucket.segments, own.start, own.stop))
+            lost = None if residual is None else residual.zero_()[own]
+            if across.size > 1:
+                self.across.mean_(part, across, lost)
+            if lost is not None:  # once for all ranks of the node: undivided, that is so many times as much
+                lost.mul_(inside.size)
+            if inside.size > 1:
+                _gather_(work, part.flat, share, inside)
+
+    def _share(self, numel: int, node: int, nodes: int) -> int:
+        """Values of a part: whole blocks, the same number for every rank of a node."""
+        unit = self.across.align * nodes
+        return -(-numel // (node * unit)) * unit
+
+    def check(self, params: Sequence[tuple[str, Tensor]]) -> None:
+        """As both parts do."""
+        for part in (self.inside, self.across):
+            part.check(params)
+
+    def warm_up(self, device: torch.device) -> None:
+        """As both parts do."""
+        for part in (self.inside, self.across):
+            part.warm_up(device)
+
+    def __str__(self) -> str:
+        nested = {"inside": self.inside, "across": self.across}
+        options: dict[str, object] = {key: str(part).replace(",", ";") for key, part in nested.items()}
+        return write("two_level", options if self.node is None else {**options, "node": self.node})
+
+
+def _gather_(flat: Tensor, own: Tensor, share: int, inside: Comm) -> None:
+    """Every rank's part to every rank of the node, bit for bit."""
+    message = empty((share,), flat.dtype, flat.device)
+    message[: own.numel()].copy_(own)
+    flat.copy_(inside.all_gather(message).view(-1)[: flat.numel()])

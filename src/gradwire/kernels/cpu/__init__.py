@@ -1,5 +1,0 @@
-"""The kernels in Numba, for float32 on the CPU: GIL released, compiled at first use and cached on disk."""
-
-from gradwire.kernels.cpu import fp8, half, int8, levels, low_rank, sign, topk
-
-__all__ = ["fp8", "half", "int8", "levels", "low_rank", "sign", "topk"]

@@ -1,0 +1,82 @@
+"""Memory for kernels: work space that jobs use over and over, and the rows of a matrix as one flat array.
+
+In steady state a training step allocates nothing on the host. Large blocks that are malloc'ed and freed every step go
+back to the operating system and return as zeroed pages; on a busy host those page faults cost more than the encoding. A
+worker thread opens a `Scratch` once, and `empty` and `temp` take from it without the exchanges knowing. In any other
+thread, on accelerators and under torch.compile they are plain `torch.empty`.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_here = threading.local()
+
+
+class Scratch:
+    """The blocks of one thread."""
+
+    def __init__(self) -> None:
+        self._free: list[Tensor] = []
+        self._taken: list[Tensor] = []
+        self._temp = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, nbytes: int) -> Tensor:
+        """A block of `nbytes` until the job ends."""
+        fitting = [block for block in self._free if nbytes <= block.numel() <= 2 * nbytes + 4096]
+        block = min(fitting, key=Tensor.numel) if fitting else torch.empty(nbytes, dtype=torch.uint8)
+        self._free = [other for other in self._free if other is not block]
+        self._taken.append(block)
+        return block[:nbytes]
+
+    def temp(self, nbytes: int) -> Tensor:
+        """A block of `nbytes` until `temp` is called again."""
+        if self._temp.numel() < nbytes:
+            self._temp = torch.empty(nbytes, dtype=torch.uint8)
+        return self._temp[:nbytes]
+
+    @contextmanager
+    def job(self) -> Iterator[None]:
+        """What is taken inside is free again afterwards. Blocks that the job did not need are dropped."""
+        _here.scratch = self
+        try:
+            yield
+        finally:
+            _here.scratch = None
+            self._free, self._taken = self._taken, []
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Like `torch.empty`; inside a job the memory is the job's, and is used again after it."""
+    scratch = _current(device)
+    if scratch is None:
+        return torch.empty(shape, dtype=dtype, device=device)
+    return scratch.take(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+
+
+def temp(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Like `empty`, for values that nobody needs once `temp` is called again."""
+    scratch = _current(device)
+    if scratch is None:
+        return torch.empty(shape, dtype=dtype, device=device)
+    return scratch.temp(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+
+
+def _current(device: torch.device) -> Scratch | None:
+    if torch.compiler.is_compiling() or device.type != "cpu":
+        return None
+    return getattr(_here, "scratch", None)
+
+
+def rows_of(wires: Tensor) -> tuple[Any, int, int]:
+    """The rows of a matrix for a Numba kernel: one flat array, the distance between two rows, and their number."""
+    count, width = wires.shape
+    stride = wires.stride(0) if count > 1 else width
+    return wires.as_strided(((count - 1) * stride + width,), (1,)).numpy(), stride, count

@@ -1,0 +1,106 @@
+"""Smaller buckets for a DDP model: the sooner a bucket is full, the more of its journey hides behind backward.
+
+DDP's default of 25 MB suits links on which a collective costs more than its bytes. On a slow one the last bucket, which
+nothing hides, is what a step waits for. DDP has no call to change the size, so its reducer is made anew, the way DDP
+made it, before it has a hook.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire.errors import RegisterError, SpecError
+
+SMALLEST_BYTES = 4 << 20
+"""Below, messages cost more than they hide."""
+LARGEST_BYTES = 1 << 50
+"""More than any model: one bucket."""
+MIB = 1 << 20
+
+log = logging.getLogger("gradwire")
+
+
+def check_bucket_mb(bucket_mb: float | None) -> None:
+    """Raise SpecError for what cannot be a size."""
+    known = isinstance(bucket_mb, int | float) and not isinstance(bucket_mb, bool)
+    if bucket_mb is not None and not (known and math.isfinite(bucket_mb) and bucket_mb > 0):
+        raise SpecError(f"bucket_mb must be a finite number above 0, or None to let gradwire choose; got {bucket_mb!r}")
+
+
+def rebucket(model: DistributedDataParallel, params: Sequence[Tensor], bucket_mb: float | None, buckets: int) -> None:
+    """Cut the gradients of `params`, those that DDP averages, into buckets of `bucket_mb` (MiB, as `bucket_cap_mb`).
+
+    None cuts a CPU model that has DDP's default into so many `buckets` of at least 4 MiB each, and leaves every other
+    alone: who gave DDP a `bucket_cap_mb` keeps it, and what suits GPUs has not been measured. 0 leaves all alone.
+    """
+    why_not = _why_not(model, params)
+    if bucket_mb is not None and why_not:
+        raise RegisterError(
+            f"bucket_mb cannot change the buckets of a DDP model with {why_not}; give DDP its bucket_cap_mb"
+        )
+    wanted = None if bucket_mb is None else int(min(max(bucket_mb * MIB, 1), LARGEST_BYTES))
+    cap_bytes = _choose(model, params, buckets) if wanted is None else wanted
+    if cap_bytes is None or why_not:
+        return
+    before = dict(vars(model))
+    try:
+        with torch.inference_mode(False):  # in which new buckets could not be written to
+            _rebuild(model, cap_bytes)
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+        vars(model).update(before)
+        problem = f"this torch makes buckets in a way that gradwire does not know ({error}), so they stay as they are"
+        if bucket_mb is not None:
+            raise RegisterError(f"{problem}; give DDP its bucket_cap_mb instead") from error
+        log.warning("%s: bucket_cap_mb=%.1f in DDP may be faster", problem, cap_bytes / MIB)
+
+
+def _why_not(model: Any, params: Sequence[Tensor]) -> str:
+    """What a new reducer would not know of, or would see otherwise than the one that is there."""
+    if getattr(model, "_use_python_reducer", False):
+        return "DDP's compiled reducer"
+    if getattr(model, "mixed_precision", None) is not None:
+        return "DDP's mixed_precision"
+    if getattr(model, "_delay_all_reduce_params", None):
+        return "delay_all_reduce_named_params"
+    if getattr(model, "_lazy_init_ran", True):
+        return "a forward pass behind it"  # a backward pass may be under way, and a static graph is known
+    known = model._get_ddp_logging_data()
+    found = len(params), sum(param.numel() * param.element_size() for param in params)
+    if found != (known.get("num_parameter_tensors"), known.get("total_parameter_size_bytes")):
+        return "parameters frozen or unfrozen since"  # DDP goes on averaging those that it was built with
+    return ""
+
+
+def _choose(model: Any, params: Sequence[Tensor], buckets: int) -> int | None:
+    is_default = getattr(model, "bucket_bytes_cap_default", False) and buckets > 0
+    if not is_default or model.process_group.size() == 1 or any(param.device.type != "cpu" for param in params):
+        return None
+    total = sum(param.numel() * param.element_size() for param in params)
+    cap_bytes = max(SMALLEST_BYTES, -(-total // buckets))
+    return cap_bytes if cap_bytes < min(total, model.bucket_bytes_cap) else None
+
+
+def _rebuild(model: Any, cap_bytes: int) -> None:
+    """As at the end of DDP's constructor. The old reducer goes, and its hooks on the parameters with it."""
+    if (config := getattr(model, "_bucket_config", None)) is not None:  # seen in torch 2.13
+        model._bucket_config = config.create(
+            bucket_cap_mb=cap_bytes / MIB, bucket_cap_mb_list=None, use_python_reducer=False
+        )
+        model.bucket_bytes_cap_list = []
+    model.bucket_bytes_cap, model.bucket_bytes_cap_default = cap_bytes, False
+    params, sparse = model._build_params_for_reducer()
+    model._ddp_init_helper(params, sparse, model._build_debug_param_to_name_mapping(params), model.static_graph)
+    model._has_rebuilt_buckets = False
+    if model.static_graph:
+        model.static_graph = False
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the user has been told
+            model._set_static_graph()

@@ -1,0 +1,240 @@
+"""register() for DistributedDataParallel: what DDP calls for every bucket, and the Future that it gets."""
+
+# DDP reads the annotations of a hook as objects, so this module must not postpone their evaluation.
+
+import itertools
+import logging
+import weakref
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire._torch import GradBucket
+from gradwire.auto.pilot import Pilot
+from gradwire.auto.settings import auto
+from gradwire.engine.hook import Hook
+from gradwire.engine.lanes import Lanes, slow_link
+from gradwire.engine.runner import LaneRunner, Runner
+from gradwire.engine.stream import StreamRunner
+from gradwire.errors import GradwireError, RegisterError, SpecError
+from gradwire.exchanges import Exact, Exchange, exchange
+from gradwire.exchanges.base import DEFAULT_BUCKETS, Comm
+from gradwire.exchanges.bucket import Bucket, segments_of
+from gradwire.models.buckets import check_bucket_mb, rebucket
+from gradwire.models.checks import check_group, check_model, check_parameters
+from gradwire.models.compiled import traced_mean
+from gradwire.models.uncopied import Uncopied
+
+log = logging.getLogger("gradwire")
+
+HOST_BLOCKING = ("gloo", "mpi", "ucc")
+"""Backends whose collectives on CPU tensors need lanes; gradwire's lanes are always gloo."""
+
+_engines_made: "weakref.WeakKeyDictionary[Any, Iterable[int]]" = weakref.WeakKeyDictionary()
+
+
+def register(
+    model: DistributedDataParallel,
+    spec: str | Exchange,
+    *,
+    chunk_bytes: int | None = None,
+    bucket_mb: float | None = None,
+    **options: object,
+) -> Hook:
+    """Average the gradients of a DDP model through `spec`. Call it once, on all ranks, before training.
+
+    `spec` is text such as `"fp16"` or `"bf16:accumulate=wire"`, or an exchange object; `options` are those of the spec.
+    `"auto"` tries several while the model trains and goes on with the best (`gradwire.auto.pilot`).
+    `chunk_bytes` of gradient travel at a time; leave it alone unless you measure. `bucket_mb` is the size of the
+    buckets that DDP fills: a CPU model that was built without `bucket_cap_mb` gets smaller ones than DDP's 25 MB, see
+    `gradwire.models.buckets`. Errors come out here and not at the first step.
+    """
+    if (settings := auto(spec, **options)) is not None:
+        hook = attach(model, Exact(), chunk_bytes=chunk_bytes, bucket_mb=bucket_mb, requested=str(settings))
+        hook.pilot = Pilot(hook, settings) if hook.size > 1 else None
+        return hook
+    return attach(model, exchange(spec, **options), chunk_bytes=chunk_bytes, bucket_mb=bucket_mb)
+
+
+def attach(
+    model: DistributedDataParallel,
+    exchange: Exchange,
+    *,
+    group: dist.ProcessGroup | None = None,
+    chunk_bytes: int | None = None,
+    bucket_mb: float | None = None,
+    requested: str | None = None,
+) -> Hook:
+    """Give `model` a hook that averages over `group`, by default the model's own."""
+    check_model(model, requested or str(exchange))
+    check_group(group)
+    params = _named_parameters(model)
+    check_parameters(model, params())
+    if chunk_bytes is not None and (not isinstance(chunk_bytes, int) or chunk_bytes < 1024):
+        raise SpecError(f"chunk_bytes must be a whole number of at least 1024, got {chunk_bytes!r}")
+    check_bucket_mb(bucket_mb)
+    traced = getattr(model, "_use_python_reducer", False)
+    if traced and requested is not None:
+        raise RegisterError(f"{requested} counts steps, which DDP's compiled reducer hides; name a hook instead")
+    group = group or model.process_group
+    hook = make_hook(exchange, group, params()[0][1].device, chunk_bytes, params, requested=requested, traced=traced)
+    try:
+        if hook.size > 1:
+            hook.agree("bucket_mb", "default" if bucket_mb is None else str(float(bucket_mb)))
+        buckets = exchange.buckets if requested is None else DEFAULT_BUCKETS
+        rebucket(model, [param for _, param in params()], bucket_mb, buckets)
+        model.register_comm_hook(_Carried(hook, model, group), gradwire_hook)
+    except BaseException as error:
+        hook.close()
+        if isinstance(error, RuntimeError) and not isinstance(error, GradwireError):
+            raise RegisterError(f"DDP refused the hook: {error}") from error
+        raise
+    return hook
+
+
+def make_hook(
+    exchange: Exchange,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    chunk_bytes: int | None = None,
+    params: Callable[[], Iterable[tuple[str, Tensor]]] = tuple,
+    *,
+    requested: str | None = None,
+    traced: bool = False,
+) -> Hook:
+    """A hook over a process group, not tied to any model. All ranks of the group together. See `Hook`."""
+    runner = _runner(group, device)
+    try:
+        return Hook(
+            exchange,
+            runner,
+            rank=group.rank(),
+            size=group.size(),
+            device=device,
+            chunk_bytes=chunk_bytes,
+            params=params,
+            requested=requested,
+            traced=traced,
+        )
+    except BaseException:
+        runner.close()
+        raise
+
+
+def gradwire_hook(state: "_Carried", bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """What DDP calls for every bucket."""
+    return state.average(bucket)
+
+
+def from_ddp(bucket: Any, name_of: Callable[[Tensor], str]) -> Bucket:
+    """A bucket over the memory of DDP's `GradBucket`. A sparse gradient comes as it is."""
+    params = bucket.parameters()
+    segments = segments_of(params, [name_of(param) for param in params])
+    return Bucket(bucket.index(), bucket.buffer(), segments, bucket.is_last())
+
+
+class _Carried(Uncopied):
+    """The state DDP carries: the hook, and a weak reference to the model, so that both can be collected."""
+
+    def __init__(self, hook: Hook, model: DistributedDataParallel, group: dist.ProcessGroup) -> None:
+        self.hook = hook
+        self.group = group
+        self._model = weakref.ref(model)
+        self._names = {param: name for name, param in model.module.named_parameters()}
+        self._live = True
+        self._scale: Callable[[], float] | None = None
+        self._watch_join(model)
+
+    def belongs_to(self, model: object) -> bool:
+        """Not to a copy, whose reducer knows nothing of it."""
+        return self._model() is model
+
+    def average(self, bucket: Any) -> Future[Tensor]:
+        """Average one bucket, or the (gradient, parameter) pair of DDP's compiled reducer."""
+        if isinstance(bucket, tuple):
+            return cast(Future[Tensor], traced_mean(self.hook.exchange, self.group, *bucket))
+        ours = from_ddp(bucket, lambda param: self._names[param])
+        pilot = self.hook.pilot
+        if pilot is not None and self.hook.opens_step(ours):
+            pilot.on_step()
+        if self.hook.begin(ours):
+            self._scale = self._count_live()
+        if pilot is not None:
+            pilot.on_bucket(ours)
+        return self.hook.mean(ours, self._scale)
+
+    def _watch_join(self, model: DistributedDataParallel) -> None:
+        """A rank that has run out of inputs shadows the others' buckets with zeros: know when."""
+        setattr(model, "_match_all_reduce_for_bwd_pass", _Shadow(self, model))  # noqa: B010 - mypy, no attribute
+
+    def _count_live(self) -> Callable[[], float] | None:
+        """Under `Join(divide_by_initial_world_size=False)`: the factor from a mean over all to one over live ranks."""
+        model = self._model()
+        if model is None or not model._join_config.enable or model._divide_by_initial_world_size:
+            return None
+        if self.hook.exchange.lanes == 0:
+            return None
+        live = torch.tensor([float(self._live)], device=self.hook.device)
+        counted = self.hook.runner.submit([lambda comm: _sum_(comm, live)], live, counted=False)
+        return lambda: self.hook.size / max(float(counted.wait()), 1.0)
+
+
+class _Shadow(Uncopied):
+    """What DDP calls for a step of the others when this rank has run out of inputs."""
+
+    def __init__(self, carried: _Carried, model: DistributedDataParallel) -> None:
+        self._carried, self._model = weakref.ref(carried), weakref.ref(model)
+
+    def __call__(self) -> None:
+        state, ddp = self._carried(), self._model()
+        if state is not None and ddp is not None:
+            state._live = False
+            try:
+                type(ddp)._match_all_reduce_for_bwd_pass(ddp)
+            finally:
+                state._live = True
+
+
+def _sum_(comm: Comm, values: Tensor) -> None:
+    comm.all_reduce_(values)
+
+
+def _runner(group: dist.ProcessGroup, device: torch.device) -> Runner:
+    if group.size() == 1:
+        return StreamRunner(group, torch.device("cpu"))
+    if device.type != "cpu" and _backend_name(group, device) not in HOST_BLOCKING:
+        if slow_link.get() is not None:
+            raise RegisterError(f"an emulated link holds up CPU models only, and this one is on {device.type!r}")
+        return StreamRunner(group, device)
+    counter = _engines_made.setdefault(group, itertools.count())
+    store = c10d._get_process_group_store(group)
+    lanes = Lanes(store, group.rank(), group.size(), _timeout(group, device), name=str(next(counter)))  # type: ignore[call-overload]
+    return LaneRunner(lanes)
+
+
+def _timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    options = getattr(group._get_backend(device), "options", None)
+    timeout = getattr(options, "_timeout", None)
+    return timeout if isinstance(timeout, timedelta) else c10d.default_pg_timeout
+
+
+def _backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
+    return str(group._get_backend(device).name()).lower()
+
+
+def _named_parameters(model: DistributedDataParallel) -> Callable[[], list[tuple[str, Tensor]]]:
+    """The parameters that DDP averages, by name, without keeping the model alive."""
+    module, ignored = weakref.ref(model.module), set(model.parameters_to_ignore)
+
+    def params() -> list[tuple[str, Tensor]]:
+        named = [] if (alive := module()) is None else alive.named_parameters()
+        return [(name, param) for name, param in named if param.requires_grad and name not in ignored]
+
+    return params

@@ -1,0 +1,1 @@
+"""Everything behind the `gradwire` command. The library never imports it."""

@@ -1,0 +1,137 @@
+"""The command line: `gradwire <verb>`, one file a verb.
+
+Importing this is light, and a verb is imported within `main`: torch takes seconds to load, and Ctrl-C in that time
+should end like any other. `--help` and `--version` do without torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import errno
+import gc
+import importlib
+import io
+import os
+import signal
+import sys
+import threading
+from collections.abc import Collection, Iterator, Sequence
+from typing import NoReturn
+
+from gradwire.errors import GradwireError, SpecError
+from gradwire.version import __version__
+
+VERBS = {
+    "demo": "does compression pay for a small GPT on a slow link? headroom, advice and a page",
+    "run": "run an unmodified DDP script under a hook",
+    "headroom": "measure what the network costs, which is the most that any hook can gain",
+    "advise": "which hook is best for this model on this network, if any",
+    "probe": "measure latency and bandwidth between the ranks, and the speed of the codecs",
+    "simulate": "predict the step time of every hook on more ranks than there are here",
+    "bench": "measure hooks x links x ranks into a file of records",
+    "report": "turn a file of records into a page, or into markdown",
+    "completion": "print a completion script for a shell",
+}
+"""Each in a line; the module of the same name has the rest."""
+EXAMPLES = """\
+examples:
+  gradwire demo                        does compression pay for a small GPT on 1 Gbit/s? in a minute or two
+  gradwire demo --link 100mbit         the same on a slower link
+  gradwire run --hook bf16 --nproc 2 train.py
+                                       an unmodified DDP script under a hook
+  gradwire headroom --nproc 2 train.py how much faster any hook could make it
+  gradwire advise --nproc 2 train.py   which hook to use, if any
+  gradwire probe --link 1gbit          latency and bandwidth of each collective, speed of each codec
+  gradwire simulate --ranks 8..1024    step times of every hook on more ranks than there are here
+  gradwire bench --links none 1gbit    hooks x links x ranks, into records.jsonl
+  gradwire report records.jsonl        the records as a page, with what to do
+  gradwire demo --help                 all options of a verb
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line. 0: done, 1: it failed, 2: it was not understood, 130: interrupted; a script's own is kept."""
+    _take_any_text()
+    try:
+        args = _parsed(sys.argv[1:] if argv is None else argv)
+        args.run(args)
+    except SystemExit as stop:  # argparse ends this way, after --help with 0
+        return int(stop.code or 0)
+    except SpecError as error:
+        return _fail(error, 2)
+    except GradwireError as error:
+        return _fail(error, getattr(error, "exit_code", 1))
+    except KeyboardInterrupt:
+        gc.freeze()  # collecting what torch leaves takes half a second: time in which we should be gone
+        return _fail("interrupted", 130)
+    except OSError as error:  # whoever read our output has gone, or there is no room for it
+        if error.errno not in (errno.EPIPE, errno.ENOSPC):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter writes the rest
+        return 1 if error.errno == errno.EPIPE else _fail(f"cannot write: {error.strerror}", 1)
+    return 0
+
+
+def _take_any_text() -> None:
+    """Where the terminal's encoding has no sign for a character it gets a question mark, and no traceback."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # stderr writes such characters as numbers anyway
+        sys.stdout.reconfigure(errors="replace")
+
+
+def parser(loaded: Collection[str] = VERBS) -> argparse.ArgumentParser:
+    """Every verb; those in `loaded` with their options, for which their modules are imported."""
+    top = Parser(
+        prog="gradwire",
+        description="Average gradients across ranks with fewer bytes on the wire.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    top.add_argument("--version", action="version", version=f"gradwire {__version__}")
+    verbs = top.add_subparsers(title="verbs", metavar="<verb>", required=True)
+    for verb, line in VERBS.items():
+        if verb in loaded:
+            importlib.import_module(f"gradwire.tools.cli.{verb}").add(verbs, line)
+        else:
+            verbs.add_parser(verb, help=line)
+        verbs.choices[verb].set_defaults(parser=verbs.choices[verb])
+    return top
+
+
+def _parsed(words: Sequence[str]) -> argparse.Namespace:
+    """What a command line asks for. Of all verbs only its own is imported."""
+    verb = [word for word in words if word in VERBS][:1]
+    with _ended_by_ctrl_c():
+        top = parser(verb)
+    args, unknown = top.parse_known_args(words)
+    if unknown:  # the verb's own parser knows whose --help to point to
+        args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    return args
+
+
+@contextlib.contextmanager
+def _ended_by_ctrl_c() -> Iterator[None]:
+    """While modules load: numpy and torch would turn KeyboardInterrupt into errors of their own, or swallow it."""
+    ours = threading.current_thread() is threading.main_thread()
+    if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, lambda number, frame: os._exit(_fail("interrupted", 130)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with code 2."""
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def _fail(error: object, code: int) -> int:
+    if str(error):  # else whatever failed has said so itself
+        print(f"gradwire: {error}" if error == "interrupted" else f"gradwire: error: {error}", file=sys.stderr)
+    return code

@@ -1,0 +1,82 @@
+"""What verbs that run a user's script share: the script itself, and how its ranks are started."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+from gradwire.tools.launch.script import Script
+
+TORCHRUN = {
+    "--nnodes": "N",
+    "--node-rank": "N",
+    "--master-addr": "HOST",
+    "--master-port": "PORT",
+    "--rdzv-backend": "NAME",
+    "--rdzv-endpoint": "HOST:PORT",
+    "--rdzv-id": "ID",
+    "--rdzv-conf": "K=V,...",
+    "--max-restarts": "N",
+    "--local-addr": "HOST",
+}
+"""Options that are passed on."""
+
+
+def add_script(parser: argparse.ArgumentParser, *, required: bool) -> None:
+    """The arguments. Everything after the script belongs to it."""
+    parser.add_argument(
+        "--nproc",
+        "--nproc-per-node",
+        type=int,
+        metavar="N",
+        help="start N ranks on this machine, as torchrun does; without it the script runs once, and starts ranks "
+        "itself (mp.spawn, Lightning) or is a rank already (torchrun ... -m gradwire.run)",
+    )
+    parser.add_argument("-m", dest="module", action="store_true", help="the script is the name of a module")
+    group = parser.add_argument_group(
+        "torchrun options", "Passed on to torchrun, which then starts the ranks: for several machines."
+    )
+    for option, value in TORCHRUN.items():
+        group.add_argument(option, metavar=value)
+    group.add_argument("--standalone", action="store_true", help="one machine, and torchrun all the same")
+    for option in ("--nproc-per-node", *TORCHRUN):  # torchrun takes both spellings
+        if (other := f"--{option[2:].replace('-', '_')}") != option:
+            dest = "nproc" if option == "--nproc-per-node" else other[2:]
+            parser.add_argument(other, dest=dest, type=int if dest == "nproc" else str, help=argparse.SUPPRESS)
+    parser.add_argument("script", nargs=None if required else "?", help="a Python file that trains with DDP")
+    rest = parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
+    rest.required = False  # else argparse asks for them where the script is missing
+
+
+def script_of(args: argparse.Namespace) -> Script:
+    """The script that was asked for. SpecError if there is no such file."""
+    return Script.parse([args.script, *args.args], module=args.module)
+
+
+def ranks_of(args: argparse.Namespace) -> dict[str, Any]:
+    """How to start its ranks, as `launch` takes it."""
+    given = ((option, getattr(args, option[2:].replace("-", "_"))) for option in TORCHRUN)
+    torchrun = [f"{option}={value}" for option, value in given if value is not None]
+    return {"nproc": args.nproc, "torchrun": [*torchrun, *(["--standalone"] if args.standalone else [])]}
+
+
+@contextlib.contextmanager
+def results(*, alone: bool) -> Iterator[TextIO]:
+    """Where results go. With `alone` nothing else does: what the script prints goes to stderr."""
+    if not alone:
+        yield sys.stdout
+        return
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with open(os.dup(kept), "w", encoding="utf-8") as out:
+            yield out
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)

@@ -1,0 +1,74 @@
+"""Runs at the start of every Python process below `gradwire run`: DDP gets patched when the process imports torch.
+
+It must cost nothing in processes without torch, so it imports neither torch nor gradwire, and gradwire only comes in
+when a model is built. A `sitecustomize` that stood on the path before is run as well.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import sys
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import module_from_spec
+from types import ModuleType
+from typing import Any
+
+DDP_MODULE = "torch.nn.parallel.distributed"
+
+
+def patch(ddp: Any) -> None:
+    """Tell `gradwire.tools.launch.models` of every DistributedDataParallel that is built from now on. Twice is once."""
+    original = ddp.__init__
+    if hasattr(original, "gradwire_original"):
+        return
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        from gradwire.tools.launch.models import built
+
+        built(self)
+
+    init.gradwire_original = original  # type: ignore[attr-defined]
+    ddp.__init__ = init
+
+
+class PatchOnImport:
+    """A finder that knows one module, and patches it as soon as it is loaded."""
+
+    def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """None for every other module: the next finder has it."""
+        spec = PathFinder.find_spec(name, path) if name == DDP_MODULE else None
+        if spec is None or spec.loader is None:
+            return None
+        load = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            load(module)
+            patch(module.DistributedDataParallel)
+
+        setattr(spec.loader, "exec_module", exec_module)  # noqa: B010 - mypy, methods are not attributes
+        return spec
+
+
+def end_quietly_until_ready() -> None:
+    """A rank of ours that gets Ctrl-C while it still imports torch ends at once, without a traceback: see `rank.py`."""
+    if "GRADWIRE_PARENT" in os.environ and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def run_next() -> None:
+    """Run the `sitecustomize` that Python would have found without this one."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    spec = PathFinder.find_spec("sitecustomize", [path for path in sys.path if os.path.abspath(path) != here])
+    if spec is not None and spec.loader is not None:
+        sys.modules["sitecustomize"] = module = module_from_spec(spec)
+        spec.loader.exec_module(module)
+
+
+if __name__ == "sitecustomize":
+    end_quietly_until_ready()
+    sys.meta_path.insert(0, PatchOnImport())
+    run_next()

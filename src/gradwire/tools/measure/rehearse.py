@@ -1,0 +1,242 @@
+"""A rehearsal: a real hook averages buckets of the model's shapes with nobody on the other side.
+
+What comes out is each chunk's course: so much work, then a collective of so many bytes, then work again. The hook, its
+exchange and its codecs are those that train, so bytes are exact for every exchange there is or will be, and the work
+is measured with everything that belongs to it: feedback, exempt tensors, low-rank products, calls from Python.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+
+from gradwire.engine.hook import Hook
+from gradwire.engine.lanes import GroupComm
+from gradwire.engine.runner import Job, Meter
+from gradwire.errors import SpecError
+from gradwire.exchanges import Exchange
+from gradwire.exchanges.base import Levels
+from gradwire.exchanges.bucket import Bucket, Segment
+from gradwire.kernels.memory import Scratch
+
+Layout = tuple[Segment, ...]
+"""The tensors of one bucket, as in `Hook.layouts`."""
+STEPS = 3
+COLD_BYTES = 64 << 20
+"""Gone through before every bucket: in training the backward pass lies in between, and caches hold nothing of it."""
+MOST_BYTES = 4 << 30
+"""More than this in one collective is no set-up that anybody could run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """A collective, and the work before it."""
+
+    work_s: float
+    collective: str
+    size: int
+    """Ranks that take part; 1 if it stays inside a node (`two_level`), which is taken to cost nothing."""
+    sent_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """What one chunk does: its collectives in order, and the work after the last one."""
+
+    sends: tuple[Send, ...]
+    work_s: float
+
+    @property
+    def sent_bytes(self) -> float:
+        """By one rank."""
+        return sum(send.sent_bytes for send in self.sends)
+
+
+def rehearse(
+    exchange: Exchange,
+    layouts: Iterable[Layout],
+    size: int,
+    *,
+    steps: int = STEPS,
+    at_step: int = 0,
+    chunk_bytes: int | None = None,
+) -> list[list[Course]]:
+    """The courses of every bucket's chunks on `size` ranks, as rank 0 would see them.
+
+    Takes the time of averaging each bucket `steps` times; buckets that look the same are rehearsed once. `at_step` is
+    the number of steps before, for exchanges that change over time. The result is for this machine and this thread's
+    share of it.
+    """
+    known: dict[object, list[Course]] = {}
+    courses = []
+    other = torch.zeros(COLD_BYTES, dtype=torch.uint8).view(torch.float32)
+    for layout in layouts:
+        key = tuple((part.name, tuple(part.param.shape), part.param.dtype, part.start, part.numel) for part in layout)
+        if key not in known:
+            known[key] = _rehearse_bucket(exchange, layout, size, steps, at_step, chunk_bytes, other)
+        courses.append(known[key])
+    return courses
+
+
+def _rehearse_bucket(
+    exchange: Exchange, layout: Layout, size: int, steps: int, at_step: int, chunk_bytes: int | None, other: Tensor
+) -> list[Course]:
+    runner = _DryRunner(size)
+    hook = Hook(exchange, runner, rank=0, size=size, device=torch.device("cpu"), chunk_bytes=chunk_bytes)
+    hook.load_state_dict({**hook.state_dict(), "step": at_step})
+    values = _values(layout)
+    taken = []
+    for _ in range(steps):
+        bucket = Bucket(0, values.clone(), layout, is_last=True)
+        other.add_(1)
+        runner.courses = []
+        hook.begin(bucket)
+        hook.mean(bucket).wait()
+        taken.append(runner.courses)
+    hook.close()
+    alike = [courses for courses in taken if _shape(courses) == _shape(taken[-1])]
+    return [_typical(same) for same in zip(*alike, strict=True)]
+
+
+def _values(layout: Layout) -> Tensor:
+    dtype = layout[0].param.dtype.to_real()
+    numel = sum(part.numel for part in layout)
+    return torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+def _shape(courses: Sequence[Course]) -> list[list[str]]:
+    return [[send.collective for send in course.sends] for course in courses]
+
+
+def _typical(same: Sequence[Course]) -> Course:
+    """The median work of all steps: the first touches new memory; bytes on average."""
+    sends = [
+        Send(
+            statistics.median(send.work_s for send in column),
+            column[0].collective,
+            column[0].size,
+            sum(send.sent_bytes for send in column) / len(column),
+        )
+        for column in zip(*(course.sends for course in same), strict=True)
+    ]
+    return Course(tuple(sends), statistics.median(course.work_s for course in same))
+
+
+class _DryRunner:
+    """Runs jobs at once, alone, and writes their courses down."""
+
+    def __init__(self, size: int) -> None:
+        self.meter = Meter()
+        self.courses: list[Course] = []
+        self._size = size
+        self._levels: Levels | None = None
+        self._scratch = Scratch()
+
+    def open(self, lanes: int) -> None:
+        """No lanes are needed."""
+
+    def split(self, levels: Levels | None) -> None:
+        """Nor are groups, but jobs look for their levels."""
+        self._levels = levels
+
+    def submit(
+        self, jobs: Sequence[Job], result: Tensor, after: Callable[[], None] | None = None, *, counted: bool = True
+    ) -> Future[Tensor]:
+        """Run the jobs now."""
+        for job in jobs:
+            log, began = _Log(), time.perf_counter()
+            comm = _DryComm(self._size, log, self._levels)
+            with self._scratch.job():
+                job(comm)
+            self.courses.append(log.course())
+            if counted:
+                self.meter.add(comm.traffic, began, time.perf_counter())
+        if after is not None:
+            after()
+        future: Future[Tensor] = Future()
+        future.set_result(result)
+        return future
+
+    def run(self, job: Job) -> None:
+        """Everybody would say the same, so one rank's word is enough."""
+        job(_DryComm(1, _Log()))
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class _Log:
+    """What one chunk did."""
+
+    def __init__(self) -> None:
+        self._sends: list[Send] = []
+        self.resume()
+
+    def resume(self) -> None:
+        """Work goes on."""
+        self._since = time.perf_counter()
+
+    def add(self, collective: str, size: int, sent_bytes: float) -> None:
+        """A collective; work stops."""
+        self._sends.append(Send(time.perf_counter() - self._since, collective, size, sent_bytes))
+
+    def course(self) -> Course:
+        """All of it."""
+        return Course(tuple(self._sends), time.perf_counter() - self._since)
+
+
+class _DryComm(GroupComm):
+    """Counts as the real one does; what comes back is what a neighbour could have sent."""
+
+    def __init__(self, size: int, log: _Log, levels: Levels | None = None, *, inside: bool = False) -> None:
+        super().__init__(0, size, lambda lane, issue: (0.0, 0.0))
+        self._log, self._inside = log, inside
+        if levels is not None:
+            self.levels = _DryComm(levels.node, log, inside=True), _DryComm(size // levels.node, log)
+            for part in self.levels:
+                part.traffic = self.traffic
+
+    def rows(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Refuses what would not fit in memory."""
+        _check_fits(self.size * numel * dtype.itemsize, self.size)
+        return super().rows(numel, dtype, device)
+
+    def _collect(self, name: str, issue: Callable[[Any], Any], moved_bytes: float) -> None:
+        self._log.add(name, 1 if self._inside else self.size, moved_bytes)
+        super()._collect(name, issue, moved_bytes)
+        issue(_Echo(self.size))
+        self._log.resume()
+
+
+class _Echo:
+    """In place of a process group: every other rank sends what this one does."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def allreduce(self, tensors: Sequence[Tensor]) -> None:
+        """The sum is not needed."""
+
+    def _allgather_base(self, out: Tensor, tensor: Tensor) -> None:
+        rows, own = out.view(self._size, -1), tensor.view(1, -1)
+        if rows.data_ptr() != own.data_ptr():
+            rows[:1].copy_(own)
+        rows[1:].copy_(own.expand(self._size - 1, -1))
+
+    def alltoall_base(self, out: Tensor, tensor: Tensor, *_: Any) -> None:
+        """Not row 0: exchanges need not fill what they would send to themselves."""
+        out.copy_(tensor[-1:].expand_as(tensor))
+
+
+def _check_fits(nbytes: int, size: int) -> None:
+    if nbytes > MOST_BYTES:
+        raise SpecError(
+            f"on {size} ranks one chunk would receive {nbytes / 1e9:.0f} GB; use shots=auto, or fewer ranks"
+        )

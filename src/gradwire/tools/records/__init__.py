@@ -1,0 +1,1 @@
+"""Measured runs as records: in memory, in files and as text."""

@@ -1,0 +1,1 @@
+"""Measured runs as a page or as markdown."""

@@ -1,0 +1,100 @@
+"""The report verb: a file of records in, a page or markdown out."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, TextIO
+
+from gradwire.errors import SpecError
+from gradwire.tools.records import plain
+from gradwire.tools.records.jsonl import RecordsError, read
+from gradwire.tools.report.advice import advise
+from gradwire.tools.report.markdown import to_markdown
+from gradwire.tools.report.page import to_html
+from gradwire.tools.report.summary import Group, Summary, summarise
+
+PAGE = "report.html"
+STDOUT = Path("-")
+
+
+def report(records: Path, path: Path | None, *, kind: str, as_json: bool, out: TextIO, err: TextIO) -> None:
+    """Write the report to `path`; what to do, and where the page is, goes to `out` unless the report itself does."""
+    if as_json and path == STDOUT:
+        raise SpecError("--json and --out - both want stdout: give --out a file")
+    if path is not None and path.exists() and records.exists() and path.samefile(records):
+        raise SpecError(f"--out {path} would overwrite the records; name another file, such as {PAGE}")
+    held = read(records)
+    if held.torn:
+        err.write(f"gradwire report: {held.torn_text(records)}\n")
+    if not held.runs:
+        raise RecordsError(f"{records} holds no record; `gradwire bench --out {records}` measures some")
+    summary = summarise(held.runs)
+    text = to_html(summary) if kind == "html" else to_markdown(summary)
+    target = path or (Path(PAGE) if kind == "html" else None if as_json else STDOUT)
+    if target == STDOUT:
+        out.write(text)
+    else:
+        if target is not None:
+            save(target, text)
+        out.write(to_json(summary, target) if as_json else to_text(summary, target))
+    out.flush()
+
+
+def to_text(summary: Summary, path: Path | None) -> str:
+    """A line of advice a group, and the path."""
+    lines = [f"{group.name}: {advise(group).title}. {advise(group).reason}" for group in summary.groups]
+    return "\n".join([*lines, f"report: {path}"]) + "\n"
+
+
+def to_json(summary: Summary, path: Path | None) -> str:
+    """The same for programs, with the figures it rests on."""
+    content = {"report": None if path is None else str(path), "groups": [_group(group) for group in summary.groups]}
+    return plain.to_json(content) + "\n"
+
+
+def _group(group: Group) -> dict[str, Any]:
+    advice = advise(group)
+    rows = {
+        row.hook: {
+            "median_step_s": row.record.median_s,
+            "quartiles_step_s": row.record.quartiles_s,
+            "speed_up": group.speed_up(row),
+            "gradient_error": row.record.gradient_error,
+            "loss": row.record.loss,
+        }
+        for row in group.rows
+    }
+    return {
+        "link": group.link,
+        "ranks": group.ranks,
+        "ceiling": group.ceiling,
+        "hook": advice.hook,
+        "title": advice.title,
+        "reason": advice.reason,
+        "rows": rows,
+    }
+
+
+def check_writable(path: Path) -> None:
+    """SpecError if `path` cannot be written: before the work, not after it."""
+    if path.is_dir():
+        raise SpecError(f"cannot write {path}: it is a folder; name a file in it")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        why = "no permission" if path.parent.is_dir() else f"there is no folder {path.parent}"
+        raise SpecError(f"cannot write {path}: {why}")
+
+
+def check_page(path: Path) -> None:
+    """The same, and SpecError for a file that is no page: a script, say, that was meant to be run."""
+    check_writable(path)
+    if path.is_file() and path.stat().st_size and not path.read_bytes()[:20].lower().startswith(b"<!doctype html"):
+        raise SpecError(f"{path} is there and is no page, so it is not overwritten; name another file, such as {PAGE}")
+
+
+def save(path: Path, text: str) -> None:
+    """RecordsError if that fails."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise RecordsError(f"cannot write {path}: {error.strerror}") from error
