@@ -24,6 +24,8 @@ from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from gradwire._torch.ddp import has_rebuilt_buckets
+from gradwire._torch.optim import zero_device, zero_start, zero_step
 from gradwire.engine.runner import Job
 from gradwire.errors import ExchangeError
 from gradwire.exchanges import Exact
@@ -46,7 +48,7 @@ class ZeroStep:
         self._used: set[Tensor] = set()
         self._owner: dict[Tensor, int] = {}
         self._stepping = threading.Lock()
-        self._engine = make_hook(Exact(), ddp.process_group, zero._default_device)
+        self._engine = make_hook(Exact(), ddp.process_group, zero_device(zero))
         self._engine.agree("ZeRO hook", f"{variant}(shard_buckets={shard_buckets})")
 
     def ready(self, bucket: Bucket) -> bool:
@@ -54,7 +56,7 @@ class ZeroStep:
         if self._owner:
             return True
         model = self._ddp()
-        if model is None or not model._has_rebuilt_buckets:
+        if model is None or not has_rebuilt_buckets(model):
             return False
         if bucket.index == 0 and self._seen:
             self._start(model.static_graph)
@@ -86,7 +88,7 @@ class ZeroStep:
         params = [param for bucket in buckets for param in bucket]
         per_rank = [[param for param in params if owners[param] == rank] for rank in range(zero.world_size)]
         self._used = self._used_anywhere(params) if static_graph else set(params)
-        _start_torch(zero, buckets, per_rank, owners)
+        zero_start(zero, buckets, per_rank, owners)
         self._owner = owners
 
     def _used_anywhere(self, params: Params) -> set[Tensor]:
@@ -218,29 +220,9 @@ def _step_only(zero: Any, grads: Mapping[Tensor, Tensor]) -> None:
     group = zero.optim.param_groups[0]
     everything, group["params"] = group["params"], list(grads)
     try:
-        zero._local_step(list(grads.values()))
+        zero_step(zero, list(grads.values()))
     finally:
         group["params"] = everything
-
-
-def _start_torch(zero: Any, buckets: Sequence[Params], per_rank: list[Params], owners: dict[Tensor, int]) -> None:
-    """Have torch make the local optimizer, and leave its notes in the state that its other methods expect."""
-    info = zero._overlap_info
-    info.params_per_bucket, info.params_per_rank = list(buckets), per_rank
-    info.assigned_ranks_per_bucket = [{owners[param] for param in params} for params in buckets]
-    info.num_bucket_assignments = sum(map(len, info.assigned_ranks_per_bucket))
-    zero._clear_cache()
-    zero._partition_parameters(per_rank)
-    zero._bucket_assignments_per_rank_cache = [
-        {index: params for index, params in enumerate(buckets) if any(owners[param] == rank for param in params)}
-        for rank in range(zero.world_size)
-    ]
-    world, zero.global_rank = zero.global_rank, zero.rank  # torch looks it up in a list over the ranks of the group
-    try:
-        zero._init_local_optimizer()
-    finally:
-        zero.global_rank = world
-    info.status = type(info.status).INITIALIZED
 
 
 def _raise(error: ExchangeError, _: Future[Tensor]) -> NoReturn:

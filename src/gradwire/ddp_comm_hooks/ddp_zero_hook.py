@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from gradwire._torch import GradBucket
+from gradwire._torch.ddp import comm_hook_of
+from gradwire._torch.optim import optimizers_in_backward, zero_has_started, zero_overlaps, zero_params
 from gradwire.ddp_comm_hooks._zero import ZeroStep
 from gradwire.errors import RegisterError, SpecError
 from gradwire.exchanges.bucket import Bucket
@@ -109,7 +111,7 @@ def _checked(hook: Any, ddp: Any, zero: Any) -> DistributedDataParallel:
 
 
 def _check_optimizer(zero: Any) -> None:
-    if not zero._overlap_with_ddp:
+    if not zero_overlaps(zero):
         raise SpecError(
             "ZeroRedundancyOptimizer must be constructed with `overlap_with_ddp=True` to use this hook properly; "
             "without, register a plain hook and call zero.step() after backward"
@@ -119,13 +121,13 @@ def _check_optimizer(zero: Any) -> None:
             f"a ZeroRedundancyOptimizer stepped by a hook has one parameter group, got {len(zero.param_groups)}; make "
             "it without overlap_with_ddp and call zero.step() after backward"
         )
-    if zero._overlap_info.status != type(zero._overlap_info.status).UNINITIALIZED:
+    if zero_has_started(zero):
         raise RegisterError("this ZeroRedundancyOptimizer is already stepped by a hook; make a new one")
 
 
 def _check_model(ddp: DistributedDataParallel) -> None:
-    if ddp._comm_hooks:
-        name = getattr(ddp._comm_hooks[0][0], "__qualname__", "?")
+    if (hooked := comm_hook_of(ddp)) is not None:
+        name = getattr(hooked[0], "__qualname__", "?")
         raise RegisterError(
             f"this model already has the hook {name!r}, and DDP takes one hook for life; wrap the module in a new "
             "DistributedDataParallel"
@@ -135,7 +137,7 @@ def _check_model(ddp: DistributedDataParallel) -> None:
             "with find_unused_parameters=True a hook cannot tell which parameters have no gradient, and would step "
             "them; use static_graph=True if they are the same in every step, or step after backward: zero.step()"
         )
-    if any(hasattr(param, "_in_backward_optimizers") for param in ddp.module.parameters()):
+    if any(optimizers_in_backward(param) for param in ddp.module.parameters()):
         raise RegisterError("this model is already stepped by _apply_optimizer_in_backward; use one of the two")
 
 
@@ -148,7 +150,7 @@ def _check_fit(ddp: DistributedDataParallel, zero: Any) -> None:
         )
     named = {param: name for name, param in ddp.module.named_parameters()}
     averaged = {param for param, name in named.items() if param.requires_grad and name not in ddp.parameters_to_ignore}
-    stepped = {param for param in zero._all_params if param.requires_grad}
+    stepped = {param for param in zero_params(zero) if param.requires_grad}
     if left_out := [named[param] for param in averaged - stepped]:
         raise RegisterError(f"the optimizer does not have these parameters of the model: {', '.join(sorted(left_out))}")
     if others := [named.get(param, f"one of shape {tuple(param.shape)}") for param in stepped - averaged]:

@@ -5,8 +5,8 @@
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import GradBucket
 
+from gradwire._torch import GradBucket
 from gradwire.engine.stream import done
 
 __all__ = ["noop_hook"]

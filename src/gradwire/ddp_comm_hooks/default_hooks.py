@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import GradBucket
 
+from gradwire._torch import GradBucket
 from gradwire.ddp_comm_hooks._group import averaged, mean_of
 from gradwire.exchanges.bucket import Bucket, segments_of
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import GradBucket
-from torch.distributed.utils import _free_storage
 
+from gradwire._torch import GradBucket
+from gradwire._torch.ddp import drop_precision_hook, free_low_precision, is_ignored, use_full_precision
 from gradwire.ddp_comm_hooks._group import averaged
 from gradwire.models.ddp import from_ddp
 from gradwire.optim.in_backward import at_the_very_end
@@ -69,8 +69,8 @@ def _fill(bucket: GradBucket) -> None:
 
 def _restore(param: Any) -> None:
     """Full precision for a parameter whose gradient is complete; its 16-bit copy is made anew in the next forward."""
-    param.data = param._fp_param
-    _free_storage(param._mp_param)
+    use_full_precision(param)
+    free_low_precision(param)
     _match_grad(param)
 
 
@@ -85,9 +85,7 @@ def _end_backward(hook_state: _AllreduceUpcastHookState, model: Any) -> None:
     if hook_state.upcast_stream is not None:
         torch.accelerator.current_stream().wait_stream(hook_state.upcast_stream)
     for param in model.module.parameters():
-        if hasattr(param, "_ddp_mp_hook_state"):
-            param._ddp_mp_hook_state[1].remove()
-            del param._ddp_mp_hook_state
-        if not param.requires_grad and not hasattr(param, "_ddp_ignored"):
-            param.data = param._fp_param
+        drop_precision_hook(param)
+        if not param.requires_grad and not is_ignored(param):
+            use_full_precision(param)
         _match_grad(param)

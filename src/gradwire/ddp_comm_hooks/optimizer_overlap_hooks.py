@@ -16,9 +16,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
+from gradwire._torch import GradBucket
+from gradwire._torch.ddp import averaged_params, skip_late_registration
+from gradwire._torch.optim import optimizers_in_backward
 from gradwire.ddp_comm_hooks._group import averaged, hook_of
 from gradwire.errors import RegisterError
 from gradwire.exchanges.base import Comm
@@ -121,14 +123,14 @@ def register_optim_in_backward(model: DistributedDataParallel) -> None:
     """
     from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map as handles
 
-    params = list(model._module_parameters)
-    if not any(hasattr(param, "_in_backward_optimizers") for param in params):
+    params = averaged_params(model)
+    if not any(optimizers_in_backward(param) for param in params):
         raise RegisterError("no parameter has an optimizer in backward: call _apply_optimizer_in_backward first")
     for param in params:
         for handle in handles.get(param, []):
             handle.remove()
     model.register_comm_hook(weakref.ref(model), _apply_optim_in_backward_hook(model.gradient_as_bucket_view))
-    model._lazy_init_ran = True  # or DDP would register torch's
+    skip_late_registration(model)  # or DDP would register torch's
 
 
 def _use(param: Any, grad: torch.Tensor, *, is_view: bool) -> None:
@@ -136,10 +138,10 @@ def _use(param: Any, grad: torch.Tensor, *, is_view: bool) -> None:
 
     With `is_view`, its gradient is `grad` already. DDP itself writes no gradient of a model with such optimizers.
     """
-    if hasattr(param, "_in_backward_optimizers"):
+    if optimizers := optimizers_in_backward(param):
         if not is_view:
             param.grad = grad
-        for optimizer in param._in_backward_optimizers:
+        for optimizer in optimizers:
             optimizer.step()
     elif param.grad is None:
         param.grad = grad.clone()
@@ -155,14 +157,14 @@ def _end_backward(state: _OptimInBackwardHookState, model: DistributedDataParall
         for param, grad in waiting:
             if param in used:
                 _use(param, grad, is_view=False)
-    for param in model._module_parameters:
-        if hasattr(param, "_in_backward_optimizers"):
+    for param in averaged_params(model):
+        if optimizers_in_backward(param):
             param.grad = None
 
 
 def _used_anywhere(model: DistributedDataParallel) -> set[torch.Tensor]:
     """The parameters that at least one rank has a gradient for. DDP knows, but does not tell."""
-    params = list(model._module_parameters)
+    params = averaged_params(model)
     flags = torch.tensor([float(param.grad is not None) for param in params], device=params[0].device)
 
     def count(comm: Comm) -> None:

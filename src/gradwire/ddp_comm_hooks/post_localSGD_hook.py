@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import GradBucket
 
+from gradwire._torch import GradBucket
 from gradwire.ddp_comm_hooks._group import averaged, found, group_of, pickled
 from gradwire.ddp_comm_hooks.debugging_hooks import noop_hook
 from gradwire.errors import RegisterError, SpecError, StateError

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import GradBucket
 from torch.utils.weak import WeakIdKeyDictionary
 
+from gradwire._torch import GradBucket
 from gradwire.ddp_comm_hooks._group import found, group_of, pickled
 from gradwire.engine.checkpoint import MERGED
 from gradwire.engine.hook import Hook

@@ -9,8 +9,8 @@ bucket, in the bucket's own type. An inf or NaN on one rank reaches all.
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import GradBucket
 
+from gradwire._torch import GradBucket
 from gradwire.ddp_comm_hooks._group import averaged
 from gradwire.ddp_comm_hooks._whole_int8 import WholeInt8
 from gradwire.errors import SpecError

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire._torch import ProcessGroupGloo, Store
+from gradwire._torch import Store
+from gradwire._torch.distributed import all_gather_base, new_gloo
 from gradwire.kernels.memory import empty
 
 THREADS = 8
@@ -47,11 +48,7 @@ def way(collective: str, size: int, sent_bytes: float) -> str:
 def new_group(store: Store, rank: int, size: int, timeout: timedelta) -> Gloo:
     """A group as torch makes it, from the interfaces it would take, that works at more collectives at a time."""
     named = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    made: Any = ProcessGroupGloo
-    options = made._Options()
-    options._devices = [made.create_device(interface=name) for name in named] or [made.create_default_device()]
-    options._threads, options._timeout = THREADS if size > 2 else 2, timeout
-    return Gloo(made(store, rank, size, options))
+    return Gloo(new_gloo(store, rank, size, named, THREADS if size > 2 else 2, timeout))
 
 
 class Gloo:
@@ -81,7 +78,7 @@ class Gloo:
     def _allgather_base(self, out: Tensor, tensor: Tensor) -> Any:
         """(n,) on each rank -> (size * n,)."""
         if not _is_plain(tensor):
-            return self._group._allgather_base(out, tensor)
+            return all_gather_base(self._group, out, tensor)
         rows, mine = _as_bytes(out).view(self._size, -1), _as_bytes(tensor)
         if self._size == 2:
             if rows[self._rank].data_ptr() != mine.data_ptr():

@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire._torch import PrefixStore, Store
+from gradwire._torch import PrefixStore, Store, sparse_parts
+from gradwire._torch.distributed import all_gather_base
 from gradwire.engine.gloo import new_group
 from gradwire.errors import ExchangeError
 from gradwire.exchanges.base import Levels
@@ -89,7 +90,7 @@ class GroupComm:
 
     def _all_gather(self, rows: Tensor, own: Tensor) -> Tensor:
         sent_bytes = _bytes(own) * (self.size - 1)
-        self._collect("all_gather", lambda group: group._allgather_base(rows.view(-1), own), sent_bytes)
+        self._collect("all_gather", lambda group: all_gather_base(group, rows.view(-1), own), sent_bytes)
         return rows
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
@@ -281,9 +282,5 @@ class Lanes:
 
 def _bytes(tensor: Tensor) -> int:
     if tensor.is_sparse:
-        return sum(map(_bytes, _parts(tensor)))
+        return sum(map(_bytes, sparse_parts(tensor)))
     return tensor.numel() * tensor.element_size()
-
-
-def _parts(sparse: Tensor) -> tuple[Tensor, Tensor]:
-    return sparse._indices(), sparse._values()

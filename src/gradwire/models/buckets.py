@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +16,13 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from gradwire._torch.ddp import (
+    counted_parameters,
+    had_forward,
+    has_delayed_params,
+    has_python_reducer,
+    rebuild_reducer,
+)
 from gradwire.errors import RegisterError, SpecError
 
 SMALLEST_BYTES = 4 << 20
@@ -53,7 +59,7 @@ def rebucket(model: DistributedDataParallel, params: Sequence[Tensor], bucket_mb
     before = dict(vars(model))
     try:
         with torch.inference_mode(False):  # in which new buckets could not be written to
-            _rebuild(model, cap_bytes)
+            rebuild_reducer(model, cap_bytes)
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         vars(model).update(before)
         problem = f"this torch makes buckets in a way that gradwire does not know ({error}), so they stay as they are"
@@ -64,17 +70,16 @@ def rebucket(model: DistributedDataParallel, params: Sequence[Tensor], bucket_mb
 
 def _why_not(model: Any, params: Sequence[Tensor]) -> str:
     """What a new reducer would not know of, or would see otherwise than the one that is there."""
-    if getattr(model, "_use_python_reducer", False):
+    if has_python_reducer(model):
         return "DDP's compiled reducer"
     if getattr(model, "mixed_precision", None) is not None:
         return "DDP's mixed_precision"
-    if getattr(model, "_delay_all_reduce_params", None):
+    if has_delayed_params(model):
         return "delay_all_reduce_named_params"
-    if getattr(model, "_lazy_init_ran", True):
+    if had_forward(model):
         return "a forward pass behind it"  # a backward pass may be under way, and a static graph is known
-    known = model._get_ddp_logging_data()
     found = len(params), sum(param.numel() * param.element_size() for param in params)
-    if found != (known.get("num_parameter_tensors"), known.get("total_parameter_size_bytes")):
+    if found != counted_parameters(model):
         return "parameters frozen or unfrozen since"  # DDP goes on averaging those that it was built with
     return ""
 
@@ -86,21 +91,3 @@ def _choose(model: Any, params: Sequence[Tensor], buckets: int) -> int | None:
     total = sum(param.numel() * param.element_size() for param in params)
     cap_bytes = max(SMALLEST_BYTES, -(-total // buckets))
     return cap_bytes if cap_bytes < min(total, model.bucket_bytes_cap) else None
-
-
-def _rebuild(model: Any, cap_bytes: int) -> None:
-    """As at the end of DDP's constructor. The old reducer goes, and its hooks on the parameters with it."""
-    if (config := getattr(model, "_bucket_config", None)) is not None:  # seen in torch 2.13
-        model._bucket_config = config.create(
-            bucket_cap_mb=cap_bytes / MIB, bucket_cap_mb_list=None, use_python_reducer=False
-        )
-        model.bucket_bytes_cap_list = []
-    model.bucket_bytes_cap, model.bucket_bytes_cap_default = cap_bytes, False
-    params, sparse = model._build_params_for_reducer()
-    model._ddp_init_helper(params, sparse, model._build_debug_param_to_name_mapping(params), model.static_graph)
-    model._has_rebuilt_buckets = False
-    if model.static_graph:
-        model.static_graph = False
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the user has been told
-            model._set_static_graph()

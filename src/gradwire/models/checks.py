@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from gradwire._torch.ddp import comm_hook_of
+from gradwire._torch.distributed import backend_of
 from gradwire.auto.settings import auto
 from gradwire.errors import RegisterError, SpecError
 from gradwire.exchanges.bucket import GRADIENT_DTYPES
@@ -30,9 +31,8 @@ def check_model(model: object, wanted: str) -> None:
         )
     if not dist.is_initialized():
         raise RegisterError("the process group is gone: call torch.distributed.init_process_group() before registering")
-    if model._comm_hooks:
-        there: tuple[Any, Any] = model._comm_hooks[0]
-        function, state = there
+    if (hooked := comm_hook_of(model)) is not None:
+        function, state = hooked
         name = getattr(function, "__qualname__", "?")
         if name == "gradwire_hook":
             if not state.belongs_to(model):
@@ -67,7 +67,7 @@ def check_parameters(model: DistributedDataParallel, params: Sequence[tuple[str,
     check_types(params, "gradients")
     device = params[0][1].device
     try:
-        model.process_group._get_backend(device)
+        backend_of(model.process_group, device)
     except RuntimeError as error:
         raise RegisterError(
             f"the model is on {device.type!r}, but its process group ({dist.get_backend(model.process_group)}) cannot "

@@ -8,12 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import _functional_collectives as _traced
 
+from gradwire._torch.traced import traced_all_gather, traced_all_to_all, traced_sum
 from gradwire.exchanges.base import Comm, Exchange
 from gradwire.exchanges.bucket import Bucket, segments_of
-
-_traced_all_gather = getattr(_traced, "all_gather_single", None) or _traced.all_gather_tensor  # renamed in torch 2.13
 
 
 class TracedComm:
@@ -26,11 +24,11 @@ class TracedComm:
 
     def all_reduce_(self, tensor: Tensor) -> Tensor:
         """Sum over the ranks."""
-        return tensor.copy_(_traced.all_reduce(tensor, "sum", self.group))
+        return tensor.copy_(traced_sum(tensor, self.group))
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """(n,) -> (size, n)."""
-        return _traced_all_gather(tensor, 0, self.group).view(self.size, -1)
+        return traced_all_gather(tensor, self.group).view(self.size, -1)
 
     def rows(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """(size, numel)."""
@@ -42,7 +40,7 @@ class TracedComm:
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
         """(size, n) -> (size, n)."""
-        return _traced.all_to_all_single(tensor, None, None, self.group)
+        return traced_all_to_all(tensor, self.group)
 
 
 def traced_mean(exchange: Exchange, group: dist.ProcessGroup, grad: Tensor, param: Tensor) -> Any:

@@ -6,17 +6,23 @@ import itertools
 import logging
 import weakref
 from collections.abc import Callable, Iterable
-from datetime import timedelta
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d as c10d
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire._torch import GradBucket
+from gradwire._torch.ddp import (
+    divides_by_all_ranks,
+    has_python_reducer,
+    in_join,
+    on_shadowed_backward,
+    shadow_backward,
+)
+from gradwire._torch.distributed import backend_of, store_of, timeout_of
 from gradwire.auto.pilot import Pilot
 from gradwire.auto.settings import auto
 from gradwire.engine.hook import Hook
@@ -80,7 +86,7 @@ def attach(
     if chunk_bytes is not None and (not isinstance(chunk_bytes, int) or chunk_bytes < 1024):
         raise SpecError(f"chunk_bytes must be a whole number of at least 1024, got {chunk_bytes!r}")
     check_bucket_mb(bucket_mb)
-    traced = getattr(model, "_use_python_reducer", False)
+    traced = has_python_reducer(model)
     if traced and requested is not None:
         raise RegisterError(f"{requested} counts steps, which DDP's compiled reducer hides; name a hook instead")
     group = group or model.process_group
@@ -172,12 +178,12 @@ class _Carried(Uncopied):
 
     def _watch_join(self, model: DistributedDataParallel) -> None:
         """A rank that has run out of inputs shadows the others' buckets with zeros: know when."""
-        setattr(model, "_match_all_reduce_for_bwd_pass", _Shadow(self, model))  # noqa: B010 - mypy, no attribute
+        on_shadowed_backward(model, _Shadow(self, model))
 
     def _count_live(self) -> Callable[[], float] | None:
         """Under `Join(divide_by_initial_world_size=False)`: the factor from a mean over all to one over live ranks."""
         model = self._model()
-        if model is None or not model._join_config.enable or model._divide_by_initial_world_size:
+        if model is None or not in_join(model) or divides_by_all_ranks(model):
             return None
         if self.hook.exchange.lanes == 0:
             return None
@@ -197,7 +203,7 @@ class _Shadow(Uncopied):
         if state is not None and ddp is not None:
             state._live = False
             try:
-                type(ddp)._match_all_reduce_for_bwd_pass(ddp)
+                shadow_backward(ddp)
             finally:
                 state._live = True
 
@@ -214,19 +220,13 @@ def _runner(group: dist.ProcessGroup, device: torch.device) -> Runner:
             raise RegisterError(f"an emulated link holds up CPU models only, and this one is on {device.type!r}")
         return StreamRunner(group, device)
     counter = _engines_made.setdefault(group, itertools.count())
-    store = c10d._get_process_group_store(group)
-    lanes = Lanes(store, group.rank(), group.size(), _timeout(group, device), name=str(next(counter)))  # type: ignore[call-overload]
+    timeout = timeout_of(group, device)
+    lanes = Lanes(store_of(group), group.rank(), group.size(), timeout, name=str(next(counter)))  # type: ignore[call-overload]
     return LaneRunner(lanes)
 
 
-def _timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    options = getattr(group._get_backend(device), "options", None)
-    timeout = getattr(options, "_timeout", None)
-    return timeout if isinstance(timeout, timedelta) else c10d.default_pg_timeout
-
-
 def _backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
-    return str(group._get_backend(device).name()).lower()
+    return str(backend_of(group, device).name()).lower()
 
 
 def _named_parameters(model: DistributedDataParallel) -> Callable[[], list[tuple[str, Tensor]]]:

@@ -10,22 +10,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import MethodType
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.autograd.variable import Variable
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from gradwire._torch import version
+from gradwire._torch.ddp import comm_hook_of, skips_unused_buckets
+from gradwire._torch.optim import NO_BACKWARD, at_end_of_backward, backward_id, optimizers_in_backward, replace_step
 from gradwire.engine.hook import Hook
 from gradwire.errors import RegisterError
 from gradwire.exchanges.bucket import Bucket
-from gradwire.optim.parts import Parts, check_optimizer
-
-NO_BACKWARD = -1
-"""What torch calls the backward pass of a thread that runs none."""
+from gradwire.optim.parts import STEPS_IN_BACKWARD, Parts, check_optimizer
 
 
 def step_in_backward(
@@ -59,7 +56,7 @@ class StepInBackward:
         self._parts = Parts(optimizer)
         self._averaged = {param for _, param in hook._params()} | _frozen(model)
         self._check_members()
-        self._skips_buckets = bool(model.skip_all_reduce_unused_params)
+        self._skips_buckets = skips_unused_buckets(model)
         self._task = NO_BACKWARD
         self._stepped: set[Tensor] = set()
         self._used: set[Tensor] = set()
@@ -72,7 +69,7 @@ class StepInBackward:
             if param.requires_grad
         ]
         hook.before_mean, hook.after_mean = self._arrived, self._averaged_one
-        self._restore = _replace_step(optimizer, self._finish)
+        self._restore = replace_step(optimizer, self._finish, STEPS_IN_BACKWARD)
 
     def close(self) -> None:
         """Give the optimizer its own step back, between steps: from the next one on it steps after backward."""
@@ -86,7 +83,7 @@ class StepInBackward:
     # -- in the thread that runs backward ------------------------------------------------------------------------
 
     def _arrived(self, bucket: Bucket, first: bool) -> None:
-        task, self._task = self._task, torch._C._current_graph_task_id()
+        task, self._task = self._task, backward_id()
         if not self._in_backward:
             return
         if self._skips_buckets:  # those that no rank used never come: the first of a pass may be any, and the last too
@@ -126,7 +123,7 @@ class StepInBackward:
         if self.set_to_none:
             for param in self._parts.params:
                 param.grad = None
-        self._seen = [(p, p.grad, p.grad._version) for p in self._parts.params if p.grad is not None]
+        self._seen = [(p, p.grad, version(p.grad)) for p in self._parts.params if p.grad is not None]
         self._used.clear()
         self._unread = True
         self.steps += 1
@@ -173,7 +170,7 @@ class StepInBackward:
             self._parts.step(param for param in self._parts.params if param.grad is not None)
             return
         seen, self._seen, self._unread = self._seen, [], False
-        if any(param.grad is not grad or grad._version != version for param, grad, version in seen):
+        if any(param.grad is not grad or version(grad) != before for param, grad, before in seen):
             raise RegisterError(
                 "gradients were changed between backward() and optimizer.step(), but the parameters were stepped with "
                 "them as they were; to clip gradients, step after backward: close() what step_in_backward returned"
@@ -193,7 +190,8 @@ class StepInBackward:
 def _hook_of(model: object) -> Hook:
     if not isinstance(model, DistributedDataParallel):
         raise RegisterError(f"the model must be a DistributedDataParallel, got {type(model).__name__}")
-    hook = getattr(model._comm_hooks[0][1], "hook", None) if model._comm_hooks else None
+    _, state = comm_hook_of(model) or (None, None)
+    hook = getattr(state, "hook", None)
     if not isinstance(hook, Hook):
         raise RegisterError("this model carries no gradwire hook; first gradwire.register(model, 'exact'), or another")
     return hook
@@ -202,7 +200,7 @@ def _hook_of(model: object) -> Hook:
 def _check_alone(model: DistributedDataParallel, hook: Hook) -> None:
     if hook.after_mean is not None:
         raise RegisterError("this model's gradients are stepped in backward already; close() that before")
-    if any(hasattr(param, "_in_backward_optimizers") for param in model.module.parameters()):
+    if any(optimizers_in_backward(param) for param in model.module.parameters()):
         raise RegisterError(
             "parameters of this model have optimizers from torch's _apply_optimizer_in_backward; use one of the two"
         )
@@ -214,31 +212,9 @@ def _frozen(model: DistributedDataParallel) -> set[Tensor]:
 
 def in_backward() -> bool:
     """Whether this thread runs a backward pass."""
-    return bool(torch._C._current_graph_task_id() != NO_BACKWARD)
+    return backward_id() != NO_BACKWARD
 
 
 def at_the_very_end(run: Callable[[], None]) -> None:
     """Call `run` when this backward ends, after what DDP has still to do: its own call is queued behind ours."""
-    queue = Variable._execution_engine.queue_callback
-    queue(lambda: queue(run))
-
-
-def _replace_step(optimizer: Optimizer, finish: Any) -> Any:
-    """Make `finish` the step of this optimizer object, with torch's hooks around it. The result undoes it."""
-
-    def step(self: Any, closure: object = None) -> None:
-        self._opt_called = True  # what learning-rate schedulers look for
-        finish(self, closure)
-
-    names = ["step", "_step_supports_amp_scaling"]  # the second makes a GradScaler show itself to `finish`
-    before = {name: vars(optimizer)[name] for name in names if name in vars(optimizer)}
-    hooked: Any = Optimizer.profile_hook_step(step)
-    hooked._wrapped_by_lr_sched = hooked._steps_in_backward = True
-    vars(optimizer).update(step=MethodType(hooked, optimizer), _step_supports_amp_scaling=True)
-
-    def restore() -> None:
-        for name in names:
-            vars(optimizer).pop(name, None)
-        vars(optimizer).update(before)
-
-    return restore
+    at_end_of_backward(lambda: at_end_of_backward(run))

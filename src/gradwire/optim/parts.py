@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,10 +12,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from gradwire._torch.optim import drop_step_hooks, is_wrapped_by_scheduler
 from gradwire.errors import RegisterError
 
 TRIAL_STEPS = 3
 TRIAL_GROUPS = 16
+STEPS_IN_BACKWARD = "_steps_in_backward"
+"""The attribute that marks a step() that `step_in_backward` has replaced."""
 
 
 class Parts:
@@ -57,7 +60,7 @@ def _with_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimize
     vars(part).update(vars(optimizer))
     vars(part).pop("step", None)
     part.param_groups = groups
-    part._optimizer_step_pre_hooks, part._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    drop_step_hooks(part)
     return part
 
 
@@ -84,7 +87,7 @@ def check_optimizer(optimizer: object) -> Optimizer:
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise RegisterError(f"{name} needs a closure, to run backward from inside its step; step it after backward")
     step = vars(optimizer).get("step")
-    if step is not None and (hasattr(step, "_steps_in_backward") or not hasattr(step, "_wrapped_by_lr_sched")):
+    if step is not None and (hasattr(step, STEPS_IN_BACKWARD) or not is_wrapped_by_scheduler(step)):
         raise RegisterError(
             f"step() of this {name} was replaced (by torch.compile, a wrapper, or another scheme of stepping in "
             "backward), and stepping in parts would pass by it; use an optimizer that is as its class made it"

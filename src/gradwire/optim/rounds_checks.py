@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from gradwire._torch.optim import has_step_hooks
 from gradwire.errors import RegisterError, SpecError
 
 
@@ -21,7 +22,7 @@ def check_model(model: object, optimizer: object) -> None:
     if not isinstance(model, nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
         told = f"{type(model).__name__} and {type(optimizer).__name__}"
         raise RegisterError(f"local training takes a torch.nn.Module and a torch.optim.Optimizer, got {told}")
-    if not hasattr(optimizer, "_optimizer_step_post_hooks"):
+    if not has_step_hooks(optimizer):
         raise RegisterError(f"{type(optimizer).__name__} has no step hooks to count by; pass the optimizer inside it")
 
 

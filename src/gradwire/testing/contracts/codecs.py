@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
+from gradwire._torch import fake_tensors
 from gradwire.codecs import Codec
 
 SIZES = (0, 1, 2, 3, 7, 31, 32, 33, 63, 64, 65, 255, 256, 257, 1000, 4096, 10_007)
@@ -102,7 +102,7 @@ def check_dtypes(codec: Codec) -> None:
 
 def check_no_host_sync(codec: Codec) -> None:
     """Encoding and decoding on an accelerator never wait for it: they run on fake cuda tensors, which hold no data."""
-    with FakeTensorMode(), _FakeCopies():
+    with fake_tensors(), _FakeCopies():
         values = torch.empty(1000, device="cuda")
         wire = codec.encode(values)
         assert wire.device.type == "cuda"

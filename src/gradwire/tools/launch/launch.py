@@ -8,8 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
-from torch._C._distributed_c10d import TCPStore
-
+from gradwire._torch import TCPStore
 from gradwire.tools.launch.local import check_nproc, threads_each
 from gradwire.tools.launch.plan import PARENT, Plan
 from gradwire.tools.launch.script import Script, ScriptFailed

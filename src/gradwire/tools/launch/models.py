@@ -7,13 +7,13 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
+from gradwire._torch.ddp import comm_hook_of, guard_register_builtin
 from gradwire.errors import RegisterError
 from gradwire.tools.launch.failures import note_uncaught
 from gradwire.tools.launch.plan import Plan
 from gradwire.tools.launch.startup.sitecustomize import patch
 
 _register = DistributedDataParallel.register_comm_hook
-_register_builtin: Any = DistributedDataParallel._register_builtin_comm_hook
 
 
 def watch_models() -> None:
@@ -34,7 +34,7 @@ def _guard_slot(verb: str) -> None:
     """Let a script that registers a hook of its own know why it cannot."""
 
     def refuse(model: DistributedDataParallel, name: str) -> None:
-        if model._comm_hooks:
+        if comm_hook_of(model) is not None:
             raise RegisterError(
                 f"`gradwire {verb}` has taken this model's hook, and DDP takes one hook for life, but the script "
                 f"registers its own: {name}. Remove that line, or run the script without `gradwire {verb}`"
@@ -44,9 +44,5 @@ def _guard_slot(verb: str) -> None:
         refuse(self, getattr(hook, "__qualname__", repr(hook)))
         _register(self, state, hook)
 
-    def register_builtin(self: DistributedDataParallel, comm_hook_type: object) -> None:
-        refuse(self, str(comm_hook_type))
-        _register_builtin(self, comm_hook_type)
-
-    setattr(DistributedDataParallel, "register_comm_hook", register_comm_hook)  # noqa: B010 - mypy, as below
-    setattr(DistributedDataParallel, "_register_builtin_comm_hook", register_builtin)  # noqa: B010
+    setattr(DistributedDataParallel, "register_comm_hook", register_comm_hook)  # noqa: B010 - mypy
+    guard_register_builtin(refuse)

@@ -18,11 +18,12 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import GradBucket
-from torch.autograd import Variable
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from gradwire._torch import GradBucket
+from gradwire._torch.ddp import in_join
+from gradwire._torch.optim import at_end_of_backward
 from gradwire.engine.stream import new_future
 from gradwire.errors import RegisterError
 from gradwire.exchanges import Exact
@@ -159,7 +160,7 @@ class Alternating(Uncopied):
 
     def _put_aside(self, bucket: Any) -> Future[Tensor]:
         if not self._aside:  # runs at the end of the backward pass, before DDP looks for answers
-            Variable._execution_engine.queue_callback(self._make_up)
+            at_end_of_backward(self._make_up)
         future = new_future(self._device)
         self._aside.append((bucket, future))
         self._clock.came(self, bucket.names, self._device)
@@ -201,7 +202,7 @@ class Alternating(Uncopied):
         model = self._model()
         if isinstance(bucket, tuple):
             raise RegisterError("headroom cannot time DDP's compiled reducer: run the script without torch.compile")
-        if model is not None and model._join_config.enable:
+        if model is not None and in_join(model):
             raise RegisterError(
                 "headroom cannot time steps inside Join, as ranks that have run out of inputs take part in no step; "
                 "give all ranks the same number of batches"

@@ -19,9 +19,9 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d as c10d
 
 from gradwire import kernels
+from gradwire._torch.distributed import store_of
 from gradwire.codecs import CODECS, Codec
 from gradwire.engine.agreement import gather_texts
 from gradwire.engine.gloo import LONG_GATHER, SHORT_SUM, way
@@ -208,7 +208,7 @@ def _message(collective: str, size: int, sent_bytes: int) -> Tensor:
 
 def _measure_pairs(hook: Hook) -> dict[str, Fit]:
     """Each pair on a lane of its own. Pairs without a rank in common may run at the same time."""
-    store, mine = c10d._get_process_group_store(dist.group.WORLD), torch.zeros(hook.size, hook.size, 3)  # type: ignore[arg-type]
+    store, mine = store_of(dist.group.WORLD), torch.zeros(hook.size, hook.size, 3)  # type: ignore[arg-type]
     names: list[str] = []
     hook.run(lambda comm: names.extend(gather_texts(comm, str(time.time_ns()), hook.device)))
     for a, b in itertools.combinations(range(hook.size), 2):
