@@ -76,7 +76,7 @@ def counted_parameters(model: DistributedDataParallel) -> tuple[int | None, int 
 def rebuild_reducer(model: Any, cap_bytes: int) -> None:
     """Do again what the end of DDP's constructor does, with buckets of `cap_bytes`.
 
-    The old reducer goes, and its hooks on the parameters with it. `_bucket_config` is in torch 2.13.0 and later, not in 2.9.1.
+    The old reducer goes, and its hooks on the parameters with it. `_bucket_config` is in torch 2.13.0, not in 2.9.1.
     """
     if (config := getattr(model, "_bucket_config", None)) is not None:
         model._bucket_config = config.create(
