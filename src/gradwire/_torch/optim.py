@@ -31,10 +31,15 @@ def at_end_of_backward(run: Callable[[], None]) -> None:
 # -- optimizers ------------------------------------------------------------------------------------------------------
 
 
-def optimizers_in_backward(param: Tensor) -> Sequence[Any]:
-    """The optimizers that torch's `_apply_optimizer_in_backward` gave to this parameter."""
-    optimizers: Sequence[Any] = getattr(param, "_in_backward_optimizers", ())
-    return optimizers
+def has_optimizers_in_backward(param: Tensor) -> bool:
+    """Whether torch's `_apply_optimizer_in_backward` has dealt with this parameter."""
+    return hasattr(param, "_in_backward_optimizers")
+
+
+def step_in_backward(param: Any) -> None:
+    """Step the optimizers that `_apply_optimizer_in_backward` gave to this parameter."""
+    for optimizer in param._in_backward_optimizers:
+        optimizer.step()
 
 
 def has_step_hooks(optimizer: object) -> bool:

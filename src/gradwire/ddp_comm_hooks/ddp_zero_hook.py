@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire._torch import GradBucket
 from gradwire._torch.ddp import comm_hook_of
-from gradwire._torch.optim import optimizers_in_backward, zero_has_started, zero_overlaps, zero_params
+from gradwire._torch.optim import has_optimizers_in_backward, zero_has_started, zero_overlaps, zero_params
 from gradwire.ddp_comm_hooks._zero import ZeroStep
 from gradwire.errors import RegisterError, SpecError
 from gradwire.exchanges.bucket import Bucket
@@ -137,7 +137,7 @@ def _check_model(ddp: DistributedDataParallel) -> None:
             "with find_unused_parameters=True a hook cannot tell which parameters have no gradient, and would step "
             "them; use static_graph=True if they are the same in every step, or step after backward: zero.step()"
         )
-    if any(optimizers_in_backward(param) for param in ddp.module.parameters()):
+    if any(has_optimizers_in_backward(param) for param in ddp.module.parameters()):
         raise RegisterError("this model is already stepped by _apply_optimizer_in_backward; use one of the two")
 
 

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire._torch import GradBucket
 from gradwire._torch.ddp import averaged_params, skip_late_registration
-from gradwire._torch.optim import optimizers_in_backward
+from gradwire._torch.optim import has_optimizers_in_backward, step_in_backward
 from gradwire.ddp_comm_hooks._group import averaged, hook_of
 from gradwire.errors import RegisterError
 from gradwire.exchanges.base import Comm
@@ -124,7 +124,7 @@ def register_optim_in_backward(model: DistributedDataParallel) -> None:
     from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map as handles
 
     params = averaged_params(model)
-    if not any(optimizers_in_backward(param) for param in params):
+    if not any(has_optimizers_in_backward(param) for param in params):
         raise RegisterError("no parameter has an optimizer in backward: call _apply_optimizer_in_backward first")
     for param in params:
         for handle in handles.get(param, []):
@@ -138,11 +138,10 @@ def _use(param: Any, grad: torch.Tensor, *, is_view: bool) -> None:
 
     With `is_view`, its gradient is `grad` already. DDP itself writes no gradient of a model with such optimizers.
     """
-    if optimizers := optimizers_in_backward(param):
+    if has_optimizers_in_backward(param):
         if not is_view:
             param.grad = grad
-        for optimizer in optimizers:
-            optimizer.step()
+        step_in_backward(param)
     elif param.grad is None:
         param.grad = grad.clone()
     elif not is_view:
@@ -158,7 +157,7 @@ def _end_backward(state: _OptimInBackwardHookState, model: DistributedDataParall
             if param in used:
                 _use(param, grad, is_view=False)
     for param in averaged_params(model):
-        if optimizers_in_backward(param):
+        if has_optimizers_in_backward(param):
             param.grad = None
 
 

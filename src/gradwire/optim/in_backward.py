@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from gradwire._torch import version
 from gradwire._torch.ddp import comm_hook_of, skips_unused_buckets
-from gradwire._torch.optim import NO_BACKWARD, at_end_of_backward, backward_id, optimizers_in_backward, replace_step
+from gradwire._torch.optim import NO_BACKWARD, at_end_of_backward, backward_id, has_optimizers_in_backward, replace_step
 from gradwire.engine.hook import Hook
 from gradwire.errors import RegisterError
 from gradwire.exchanges.bucket import Bucket
@@ -200,7 +200,7 @@ def _hook_of(model: object) -> Hook:
 def _check_alone(model: DistributedDataParallel, hook: Hook) -> None:
     if hook.after_mean is not None:
         raise RegisterError("this model's gradients are stepped in backward already; close() that before")
-    if any(optimizers_in_backward(param) for param in model.module.parameters()):
+    if any(has_optimizers_in_backward(param) for param in model.module.parameters()):
         raise RegisterError(
             "parameters of this model have optimizers from torch's _apply_optimizer_in_backward; use one of the two"
         )
