@@ -3,8 +3,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+TORCH ?= 2.15.0
 
-.PHONY: help setup demo test test-all test-rest thorough browser integrations smoke lint types bench soak docs clean
+.PHONY: help setup demo test test-all test-rest thorough browser integrations smoke lint types bench soak compat docs clean
 
 help:
 	@echo "make demo      does compression pay for a small GPT on 1 Gbit/s? headroom, advice and a page"
@@ -13,8 +14,9 @@ help:
 	@echo "make integrations  unmodified Lightning, Accelerate and Trainer scripts under gradwire's verbs"
 	@echo "make bench     kernels, codec error and the shaped-network benchmark (needs root, about 45 minutes)"
 	@echo "make soak      10,000 steps with 40 buckets in flight on 4 ranks"
+	@echo "make compat TORCH=2.15.0  the tests on another version of torch (installs it in .compat, several GB)"
 	@echo "make docs      build the documentation into site/"
-	@echo "make clean     remove everything that was built"
+	@echo "make clean     remove everything that was built, except for .compat"
 
 setup: $(READY)
 
@@ -66,6 +68,10 @@ bench: setup
 
 soak: setup
 	$(BIN)/python benchmarks/soak.py
+
+# Several versions in one go: make compat TORCH="2.9.1 2.15.0"
+compat:
+	$(PYTHON) scripts/compat.py $(TORCH)
 
 docs: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check mkdocs-material 'mkdocstrings[python]'
