@@ -209,7 +209,7 @@ def is_last_comes_once_and_last(ranks: Ranks) -> None:
 @check(sizes=(2, 3), specs=("exact",))
 def auto_picks_one_for_all(ranks: Ranks) -> None:
     model = ranks.wrap(seeded(models.Deep, 3), bucket_cap_mb=0.002)
-    hook = ranks.register(model, "auto", hooks="bf16;int8", max_error=0.05)
+    hook = ranks.register(model, "auto", hooks=["bf16", "int8"], max_error=0.05)
     for step in range(WARM_STEPS + 3 + 3 * (1 + MOST_ROUNDS * TURN_STEPS)):  # if none of the three drops out early
         model(batch(ranks.rank, step)).sum().backward()
         if hook.stats().reason != "measuring":

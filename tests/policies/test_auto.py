@@ -65,7 +65,7 @@ def costs(**seconds):
     return lambda rank, spec, step: seconds[spec] * (1.0 + 0.01 * rank)
 
 
-ALL = "exact;bf16;int8"
+ALL = ("exact", "bf16", "int8")
 
 
 def test_the_fastest_is_taken():
@@ -143,7 +143,7 @@ def test_who_pays_what_feedback_owes_is_not_charged_for_it():
         last[rank] = spec
         return {"exact": 0.1, "int8": 0.12, fed: 0.15}[spec] + 0.2 * paying
 
-    specs, reason = drive(2, Auto(hooks=f"exact;{fed};int8"), cost, 2 * trial_steps(3))
+    specs, reason = drive(2, Auto(hooks=("exact", fed, "int8")), cost, 2 * trial_steps(3))
     assert specs[-1] == "exact"
     assert "exact 100, bf16:feedback=true 150, int8 120" in reason
 
@@ -154,7 +154,7 @@ def test_the_most_exact_of_those_that_are_as_fast():
 
 
 def test_an_error_above_the_limit_leaves_a_candidate_out():
-    settings = Auto(hooks="exact;bf16;int4:exempt=none", max_error=0.005)
+    settings = Auto(hooks=("exact", "bf16", "int4:exempt=none"), max_error=0.005)
     slow = lambda rank, spec, step: {"exact": 0.3, "bf16": 0.2}[spec]  # noqa: E731 - int4 would be a KeyError
     specs, reason = drive(2, settings, slow, trial_steps(2))
     assert specs[-1] == "bf16"
@@ -170,7 +170,7 @@ def test_nothing_within_the_limit():
 def test_the_slowest_rank_counts():
     """To rank 0 int8 looks best; rank 2 has a slow processor."""
     cost = {0: {"exact": 0.2, "int8": 0.1}, 1: {"exact": 0.2, "int8": 0.1}, 2: {"exact": 0.2, "int8": 0.3}}
-    specs, _ = drive(3, Auto(hooks="exact;int8"), lambda rank, spec, step: cost[rank][spec], trial_steps(2))
+    specs, _ = drive(3, Auto(hooks=("exact", "int8")), lambda rank, spec, step: cost[rank][spec], trial_steps(2))
     assert specs[-1] == "exact"
 
 
@@ -181,7 +181,7 @@ def test_a_change_of_the_link_starts_the_trial_again():
         slow = step > first + 5
         return {"exact": 0.3 if slow else 0.1, "int8": 0.12}[spec]
 
-    specs, _ = drive(2, Auto(hooks="exact;int8"), cost, first + 3 * WATCH + trial_steps(2))
+    specs, _ = drive(2, Auto(hooks=("exact", "int8")), cost, first + 3 * WATCH + trial_steps(2))
     assert specs[first - 1] == "exact"
     assert specs[-1] == "int8"
 
@@ -189,7 +189,7 @@ def test_a_change_of_the_link_starts_the_trial_again():
 def test_a_small_change_does_not():
     first = trial_steps(2)
     wobble = lambda rank, spec, step: (0.1 if spec == "exact" else 0.2) * (1 + (MOVED - 1.1) * (step % 2))  # noqa: E731
-    specs, _ = drive(2, Auto(hooks="exact;int8"), wobble, first + 3 * WATCH)
+    specs, _ = drive(2, Auto(hooks=("exact", "int8")), wobble, first + 3 * WATCH)
     assert set(specs[first:]) == {"exact"}
 
 
@@ -199,7 +199,7 @@ def test_it_stays_with_what_it_has_unless_a_change_is_worth_it():
     def cost(rank, spec, step):
         return {"exact": 0.105, "int8": 0.1}[spec] if step < first else {"exact": 0.104, "int8": 0.108}[spec]
 
-    specs, _ = drive(2, Auto(hooks="exact;int8", recheck=WATCH), cost, first + 2 * WATCH + trial_steps(2))
+    specs, _ = drive(2, Auto(hooks=("exact", "int8"), recheck=WATCH), cost, first + 2 * WATCH + trial_steps(2))
     assert specs[first - 1] == "int8"
     assert "exact" in specs[first:]
     assert specs[-1] == "int8"
@@ -221,7 +221,7 @@ def test_a_switch_by_hand_ends_it():
         ("auto:max_error=0", "max_error must be above 0"),
         ("auto:max_error=nan", "max_error must be above 0"),
         ("auto:recheck=0", "recheck must be at least 1"),
-        ("auto:hooks=exact;noop", "noop does not average"),
+        ("auto(hooks=[exact, noop])", "noop does not average"),
         ("auto:hooks=int9", "unknown hook 'int9'"),
         ("auto:hook=int8", "unknown option 'hook'"),
     ],
@@ -232,7 +232,7 @@ def test_bad_options(spec, said):
 
 
 def test_candidates_with_options():
-    made = auto("auto:hooks=int8;int4:block=32+exempt=none")
+    made = auto("auto(hooks=[int8, int4(block=32, exempt=none)])")
     assert made.specs == ["exact", "int8", "int4:block=32,exempt=none"]
     assert auto(str(made)) == made
     assert auto("int8") is None

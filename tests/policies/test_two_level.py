@@ -11,9 +11,9 @@ from gradwire.testing.contracts import EXCHANGE_CHECKS, gaussian
 
 CASES = [
     ("two_level:inside=exact,across=int8,node=2", 4),
-    ("two_level:inside=exact,across=int4:exempt=none;feedback=true,node=2", 4),
+    ("two_level:inside=exact,across=int4(exempt=none, feedback=true),node=2", 4),
     ("two_level:inside=bf16,across=int4,node=2", 4),
-    ("two_level:inside=exact,across=fp16:feedback=true,node=2", 2),
+    ("two_level:inside=exact,across=fp16(feedback=true),node=2", 2),
     ("two_level:inside=exact,across=exact,node=1", 3),
     ("two_level:inside=fp16,across=sign,node=3", 3),
 ]
@@ -39,7 +39,7 @@ def test_spec_round_trips(spec):
 
 def test_an_inf_leaves_what_is_owed_as_it_was():
     def main(rank):
-        hook = rank.hook(exchange("two_level:across=int4:feedback=true,node=2"))
+        hook = rank.hook(exchange("two_level:across=int4(feedback=true),node=2"))
         hook.mean(make_bucket([gaussian(4096, seed=rank.rank).view(64, 64)])).wait()
         before = hook.state_dict()["residuals"]["0"]
         bad = gaussian(4096, seed=9)
@@ -130,7 +130,7 @@ def test_coming_back_finds_the_same_connections():
         ("two_level:node=0", "node, the ranks of a node, must be at least 1"),
         ("two_level:across=noop", "across=noop does not average"),
         ("two_level:across=powersgd", "across=powersgd cannot be a part of it"),
-        ("two_level:inside=int2:feedback=true", "feedback is for the slow level"),
+        ("two_level:inside=int2(feedback=true)", "feedback is for the slow level"),
         ("two_level:across=two_level", "cannot be a part of it"),
         ("two_level:across=int9", "unknown hook 'int9'"),
         ("two_level:outside=int8", "unknown option 'outside'"),
@@ -175,7 +175,7 @@ def paid_by_zeros(hook, numel, steps=150):
 
 def test_debts_of_other_ranks_parts_are_paid_too():
     """A merged checkpoint and a switch leave debts in all parts, not only in the one that a rank carries across."""
-    spec = "two_level:node=2,across=topk:exempt=none"
+    spec = "two_level:node=2,across=topk(exempt=none)"
 
     def main(rank):
         owing = rank.hook("topk:exempt=none")
@@ -205,6 +205,6 @@ def test_a_refused_switch_leaves_the_levels_as_they_were():
 
 
 def test_parts_look_at_the_model_too():
-    made, params = exchange("two_level:node=1,across=int4:exempt=.*"), [("w", torch.zeros(64, 64))]
+    made, params = exchange("two_level:node=1,across=int4(exempt=.*)"), [("w", torch.zeros(64, 64))]
     with pytest.raises(SpecError, match="matches all 1 parameters"):
         made.check(params)

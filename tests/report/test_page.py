@@ -4,8 +4,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from gradwire.tools.records.records import NO_LINK
 from gradwire.report import advise, summarise, to_html
+from gradwire.tools.records.records import NO_LINK
 from gradwire.tools.report.columns import COLUMNS
 from gradwire.tools.report.scatter import LLOYD_MAX, limit
 from gradwire.tools.report.svg import free_place, ladder, steps

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from gradwire.tools.records.records import NO_LINK, Cell
 from gradwire.report import RecordsError, advise, summarise, to_markdown
+from gradwire.tools.records.records import NO_LINK, Cell
 from gradwire.tools.report.columns import COLUMNS
 from gradwire.tools.report.crossover import crossovers, find, rate_text
 from gradwire.tools.report.summary import by_latency

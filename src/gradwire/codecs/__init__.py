@@ -1,4 +1,4 @@
-"""Every codec by name. Adding a line here adds a hook, its documentation row and its contract tests."""
+"""Every codec by name. A line here adds a hook and its contract tests; other packages add theirs as plug-ins."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from gradwire.codecs.levels import Int2, Int3, Int4, Int5, Int6
 from gradwire.codecs.sign import Sign
 from gradwire.codecs.topk import TopK
 from gradwire.errors import SpecError
-from gradwire.spec import build
+from gradwire.plugins import Plugins, load
+from gradwire.spec import build, read
 
 CODECS: Mapping[str, Any] = MappingProxyType(
     {codec.name: codec for codec in (FP16, BF16, FP8, Int8, Int6, Int5, Int4, Int3, Int2, Sign, TopK)}
@@ -79,4 +80,11 @@ class NamedCodec:
 def codec(spec: str, **options: object) -> NamedCodec:
     """A codec by its spec, such as `"int4"` or `"int8:block=128"`; `options` are those of the spec."""
     kernels.load()
-    return NamedCodec(build("codec", spec, CODECS, options))
+    found = plugins()
+    found.check(str(read(spec).name))
+    return NamedCodec(build("codec", spec, {**CODECS, **found.classes}, options))
+
+
+def plugins() -> Plugins:
+    """The codecs of other packages."""
+    return load("gradwire.codecs", Codec, frozenset(CODECS))

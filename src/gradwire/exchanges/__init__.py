@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from gradwire import codecs
 from gradwire.codecs import CODECS
 from gradwire.errors import SpecError
 from gradwire.exchanges.base import Comm, Exchange
@@ -16,7 +17,8 @@ from gradwire.exchanges.coded import Coded
 from gradwire.exchanges.exact import Exact, Noop
 from gradwire.exchanges.low_rank import LowRank
 from gradwire.exchanges.two_level import TwoLevel
-from gradwire.spec import build, option_types, read
+from gradwire.plugins import Plugins, load
+from gradwire.spec import NestedSpec, build, option_types, read
 
 __all__ = [
     "EXCHANGES",
@@ -31,6 +33,7 @@ __all__ = [
     "TwoLevel",
     "exchange",
     "make_bucket",
+    "registered",
 ]
 
 
@@ -57,21 +60,48 @@ EXCHANGES: Mapping[str, Callable[..., Exchange]] = MappingProxyType(
 )
 
 
-def _two_level(*, inside: str = "exact", across: str = "int8", node: int | None = None) -> Exchange:
-    """Options of the parts are divided by semicolons: `across=int4:block=32;exempt=none`."""
-    return TwoLevel(exchange(inside.replace(";", ",")), exchange(across.replace(";", ",")), node)
+def _two_level(
+    *, inside: NestedSpec | None = None, across: NestedSpec | None = None, node: int | None = None
+) -> Exchange:
+    """`two_level(inside=exact, across=int4(block=32))`; by default `exact` inside and `int8` across."""
+    return TwoLevel(exchange(inside or "exact"), exchange(across or "int8"), node)
 
 
 POLICIES: Mapping[str, Callable[..., Exchange]] = MappingProxyType({"two_level": _two_level})
 """Exchanges made of exchanges."""
 
 
+def registered() -> dict[str, Callable[..., Exchange]]:
+    """Every exchange by name, with those of other packages."""
+    coded = {name: _coded(codec) for name, codec in codecs.plugins().classes.items()}
+    return {**EXCHANGES, **POLICIES, **coded, **_plugins().classes}
+
+
+def _plugins() -> Plugins:
+    return load("gradwire.exchanges", Exchange, frozenset({*EXCHANGES, *POLICIES, "auto"}))
+
+
 def exchange(spec: str | Exchange, **options: object) -> Exchange:
-    """The exchange that `spec` names, with `options` on top; an exchange object comes back as it is."""
+    """The exchange that a spec names.
+
+    Args:
+        spec: Text such as `"int4:block=32"`; or an exchange object, which is returned as it is.
+        options: Options of the spec as keywords; they take precedence over those in the text.
+
+    Raises:
+        SpecError: For an unknown name or option, a value that an option cannot take, or a broken plug-in. The message
+            points at the character.
+
+    Example:
+        >>> gradwire.exchange("int4", block=32)
+    """
     if isinstance(spec, str):
-        if read(spec)[0] == "auto":
+        name = read(spec).name
+        if name == "auto":
             raise SpecError("auto chooses a hook for a model: use it as gradwire.register(model, 'auto'), nowhere else")
-        return build("hook", spec, {**EXCHANGES, **POLICIES}, options)
+        for found in (codecs.plugins(), _plugins()):
+            found.check(str(name))
+        return build("hook", spec, registered(), options)
     if not isinstance(spec, Exchange):
         raise SpecError(f"a hook is a spec such as 'fp16' or an exchange object, got {type(spec).__name__}")
     if options:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gradwire.errors import SpecError
 from gradwire.exchanges.bucket import Segment
+from gradwire.spec import is_one_value
 
 SMALL = 1024
 """Tensors of fewer values are exempt under `auto`, like those of one dimension."""
@@ -21,9 +22,12 @@ PACKAGE = f"{Path(__file__).parent.parent}{os.sep}"
 
 
 def check_pattern(name: str, exempt: str) -> None:
-    """Refuse what cannot be a pattern inside a spec. `name` is the hook's."""
-    if "," in exempt or exempt != exempt.strip():
-        raise SpecError(f"{name}: exempt must not hold a comma or outer blanks, as it is part of a spec: {exempt!r}")
+    """Raise SpecError for what cannot be a pattern inside a spec. `name` is the hook's."""
+    if not is_one_value(exempt):
+        raise SpecError(
+            f"{name}: exempt is part of a spec, so commas are allowed only inside brackets, brackets must be balanced "
+            f"or escaped, and there must be no blanks around it; got {exempt!r}"
+        )
     try:
         re.compile(exempt)
     except re.error as error:

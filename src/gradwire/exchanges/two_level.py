@@ -22,7 +22,7 @@ from gradwire.exchanges.base import Comm, Exchange, Levels
 from gradwire.exchanges.bucket import Bucket, cut
 from gradwire.exchanges.feedback import fed_back
 from gradwire.kernels.memory import empty
-from gradwire.spec import write
+from gradwire.spec import NestedSpec, write
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +106,8 @@ class TwoLevel(Exchange):
             part.warm_up(device)
 
     def __str__(self) -> str:
-        nested = {"inside": self.inside, "across": self.across}
-        options: dict[str, object] = {key: str(part).replace(",", ";") for key, part in nested.items()}
-        return write("two_level", options if self.node is None else {**options, "node": self.node})
+        parts: dict[str, object] = {"inside": NestedSpec(str(self.inside)), "across": NestedSpec(str(self.across))}
+        return write("two_level", parts if self.node is None else {**parts, "node": self.node})
 
 
 def _gather_(flat: Tensor, own: Tensor, share: int, inside: Comm) -> None:

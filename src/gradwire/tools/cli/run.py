@@ -6,8 +6,8 @@ import argparse
 import sys
 from typing import Any
 
-from gradwire.run import run as run_script
 from gradwire.tools.cli.script import add_script, ranks_of, script_of
+from gradwire.tools.launch.run import run as run_script
 from gradwire.tools.records import plain
 
 EXAMPLES = """\

@@ -22,6 +22,7 @@ from gradwire.auto.trial import NEAR
 from gradwire.exchanges import EXCHANGES, Exact, exchange
 from gradwire.models.buckets import MIB
 from gradwire.models.ddp import attach
+from gradwire.spec import NestedSpec
 from gradwire.tools.launch import Plan, Script, ScriptFailed, follow
 from gradwire.tools.launch.link import Link, emulate
 from gradwire.tools.launch.plan import new_plan
@@ -173,8 +174,8 @@ def worth_most(times_s: Mapping[str, float], errors: Mapping[str, float]) -> str
 
 def _settings(hooks: Sequence[str], max_error: float) -> Auto:
     named = [str(exchange(spec)) for spec in hooks] or [name for name in EXCHANGES if name != "noop"]
-    joined = ";".join(dict.fromkeys([*ALWAYS, *named])).replace(",", "+")
-    return Auto(hooks=joined, max_error=max_error, recheck=1 << 60)
+    candidates = tuple(map(NestedSpec, dict.fromkeys([*ALWAYS, *named])))
+    return Auto(hooks=candidates, max_error=max_error, recheck=1 << 60)
 
 
 def _survey(
