@@ -57,6 +57,7 @@ smoke: setup
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo
 
 types: setup
 	$(BIN)/mypy

@@ -1,0 +1,3 @@
+"""A module of another package that cannot be imported."""
+
+raise ValueError("this module raises")
