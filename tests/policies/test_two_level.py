@@ -127,7 +127,7 @@ def test_coming_back_finds_the_same_connections():
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        ("two_level:node=0", "node, the ranks of a node, must be at least 1"),
+        ("two_level:node=0", "node, the number of ranks of a node, must be at least 1"),
         ("two_level:across=noop", "across=noop does not average"),
         ("two_level:across=powersgd", "across=powersgd cannot be a part of it"),
         ("two_level:inside=int2(feedback=true)", "feedback is for the slow level"),

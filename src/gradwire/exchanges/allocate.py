@@ -1,11 +1,12 @@
-"""Bit allocation: blocks that carry more of the gradient get more bits, for the same bytes in all.
+"""Bit allocation: blocks that carry more of the gradient get more bits, for the same number of bytes in total.
 
-1. Past averages say how much energy each block of 256 values has; they are the same on all ranks, so nobody has to ask.
-2. The best widths are c + log2(energy) / 2, with c such that the bytes come out right (reverse water-filling).
-3. Blocks are dealt out to the ranks in turn, so that every rank gets its share of wide and narrow ones.
+1. Past averages tell how much energy each block of 256 values has. They are the same on all ranks, so this
+   needs no collective.
+2. The best widths are c + log2(energy) / 2, with c such that the total is right (reverse water-filling).
+3. Blocks are distributed to the ranks round-robin, so that every rank gets wide and narrow ones.
 4. Within a part the blocks of one width are coded together: sign for 1 bit, int2 to int6, int8.
 
-All of it is arithmetic on integers or in a fixed order, so that ranks on different processors agree to the bit.
+All arithmetic is on integers or in a fixed order, so that ranks on different processors agree to the bit.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from gradwire.kernels.torch.bits import tree_sum
 
 BLOCK = 256
 KEEP = 0.8
-"""Of the energy that is remembered, this much is from before the last step."""
+"""The weight of the past in the moving average of the energy."""
 LARGEST = torch.finfo(torch.float32).max
 CODECS: dict[int, Any] = {1: Sign(), 2: Int2(), 3: Int3(), 4: Int4(), 5: Int5(), 6: Int6(), 8: Int8()}
 _UNIT = 512
-"""Widths are worked out in 512ths of a bit."""
+"""Widths are computed in 512ths of a bit."""
 
 
 class Share(NamedTuple):
@@ -39,13 +40,13 @@ class Share(NamedTuple):
     wire_bytes: int
 
 
-class Layout(NamedTuple):
+class Allocation(NamedTuple):
     """All shares of all parts, and the length of a part's wire."""
 
     parts: tuple[tuple[Share, ...], ...]
     coded_bytes: int
     extra: int
-    """Exempt values a part carries behind its shares, as float32."""
+    """The number of exempt values that a part carries behind its shares, as float32."""
 
     @property
     def wire_bytes(self) -> int:
@@ -68,11 +69,11 @@ def allocated_mean_(bucket: Bucket, comm: Comm, bits: int, fairness: float, exem
 
 
 def widths_of(energy: Tensor, bits: int, fairness: float) -> Tensor:
-    """A width from 1 to 8 for every block, `bits` on average; `fairness` 1 is best for the whole, 0 treats all alike.
+    """A width from 1 to 8 for every block, `bits` on average; `fairness` 1 is best for the total, 0 treats all alike.
 
     The widths are the same on all ranks where the energies are.
     """
-    level = energy.clamp(min=2.0**-120).view(torch.int32).to(torch.int64) >> 19  # 16 * log2, give or take 3%
+    level = energy.clamp(min=2.0**-120).view(torch.int32).to(torch.int64) >> 19  # 16 * log2, within 3%
     demand = level * round(16 * fairness)
     low, high = -(1 << 20), 1 << 20
     while high - low > 1:
@@ -89,7 +90,7 @@ def _rounded(demand: Tensor) -> Tensor:
     return torch.where(widths == 7, 6, widths)  # there is no codec of 7 bits
 
 
-def _lay_out(widths: Tensor, parts: int, exempt: int) -> Layout:
+def _lay_out(widths: Tensor, parts: int, exempt: int) -> Allocation:
     made, longest = [], 0
     for part in range(parts):
         rows, at, shares = torch.arange(widths.numel())[part::parts], 0, []
@@ -100,10 +101,10 @@ def _lay_out(widths: Tensor, parts: int, exempt: int) -> Layout:
             at += size
         made.append(tuple(shares))
         longest = max(longest, at)
-    return Layout(tuple(made), longest, -(-exempt // parts))
+    return Allocation(tuple(made), longest, -(-exempt // parts))
 
 
-def _one_shot_(x_BK: Tensor, spare: Tensor, layout: Layout, comm: Comm) -> None:
+def _one_shot_(x_BK: Tensor, spare: Tensor, layout: Allocation, comm: Comm) -> None:
     wire = torch.zeros(layout.wire_bytes, dtype=torch.uint8)
     _encode(x_BK, spare, 0, layout, wire)
     total, extra = torch.zeros_like(x_BK), torch.zeros_like(spare)
@@ -113,7 +114,7 @@ def _one_shot_(x_BK: Tensor, spare: Tensor, layout: Layout, comm: Comm) -> None:
     spare.copy_(extra)
 
 
-def _two_shot_(x_BK: Tensor, spare: Tensor, layout: Layout, comm: Comm) -> None:
+def _two_shot_(x_BK: Tensor, spare: Tensor, layout: Allocation, comm: Comm) -> None:
     wires = torch.zeros((comm.size, layout.wire_bytes), dtype=torch.uint8)
     for part, wire in enumerate(wires):
         if part != comm.rank:
@@ -130,14 +131,14 @@ def _two_shot_(x_BK: Tensor, spare: Tensor, layout: Layout, comm: Comm) -> None:
         _add(x_BK, spare, part, layout, row, 1.0)
 
 
-def _encode(x_BK: Tensor, spare: Tensor, part: int, layout: Layout, wire: Tensor) -> None:
+def _encode(x_BK: Tensor, spare: Tensor, part: int, layout: Allocation, wire: Tensor) -> None:
     for share in layout.parts[part]:
         values = x_BK.index_select(0, share.rows).view(-1)
         share.codec.encode(values, out=wire.narrow(0, share.at, share.wire_bytes))
     _spare_of(wire, layout).copy_(spare.narrow(0, part * layout.extra, layout.extra))
 
 
-def _add(x_BK: Tensor, spare: Tensor, part: int, layout: Layout, wire: Tensor, alpha: float) -> None:
+def _add(x_BK: Tensor, spare: Tensor, part: int, layout: Allocation, wire: Tensor, alpha: float) -> None:
     for share in layout.parts[part]:
         values = torch.empty(share.rows.numel() * BLOCK)
         share.codec.decode_(values, wire.narrow(0, share.at, share.wire_bytes), alpha=alpha)
@@ -145,7 +146,7 @@ def _add(x_BK: Tensor, spare: Tensor, part: int, layout: Layout, wire: Tensor, a
     spare.narrow(0, part * layout.extra, layout.extra).add_(_spare_of(wire, layout), alpha=alpha)
 
 
-def _spare_of(wire: Tensor, layout: Layout) -> Tensor:
+def _spare_of(wire: Tensor, layout: Allocation) -> Tensor:
     return wire.narrow(0, layout.coded_bytes, 4 * layout.extra).view(torch.float32)
 
 
@@ -164,7 +165,7 @@ def _split(bucket: Bucket, exempt: Sequence[bool]) -> tuple[Tensor, Tensor]:
 
 
 def _join_(bucket: Bucket, exempt: Sequence[bool], x_BK: Tensor, spare: Tensor) -> None:
-    """The inverse, into the bucket."""
+    """The inverse of `_split`: write the values into the bucket."""
     row, at = 0, 0
     pieces = bucket.flat.split([segment.numel for segment in bucket.segments])
     for segment, piece, out in zip(bucket.segments, pieces, exempt, strict=True):
@@ -177,9 +178,9 @@ def _join_(bucket: Bucket, exempt: Sequence[bool], x_BK: Tensor, spare: Tensor) 
 
 
 def _energy(bucket: Bucket, segment: Segment) -> Tensor:
-    """What is remembered of a segment's blocks; 1 for all at first.
+    """The energy of a segment's blocks in past steps; 1 for all blocks at first.
 
-    Every segment has rows of its own: chunks run in several threads, which must not see each other's.
+    Every segment has its own tensor: chunks run in several threads, which must not share one.
     """
     fresh = torch.ones(_blocks(segment))
     if bucket.memory is None:
@@ -195,6 +196,6 @@ def _remember(bucket: Bucket, coded: Sequence[Segment], x_BK: Tensor) -> None:
     for segment in coded:
         count, energy = _blocks(segment), _energy(bucket, segment)
         x = x_BK.narrow(0, row, count)
-        now = tree_sum(x * x).view(-1).clamp(max=LARGEST) * (1.0 / BLOCK)  # one huge step must not count for ever
+        now = tree_sum(x * x).view(-1).clamp(max=LARGEST) * (1.0 / BLOCK)  # one huge step must not dominate forever
         energy.copy_(torch.where(energy == 1.0, now, energy * KEEP + now * (1 - KEEP)))
         row += count

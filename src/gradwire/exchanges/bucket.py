@@ -33,7 +33,7 @@ class Segment:
     """The parameter's name, as in `model.named_parameters()`."""
     param: Tensor
     start: int
-    """Where in the parameter's own values the run begins; 0 unless a chunk border cut the parameter."""
+    """Where the run begins in the parameter's own values; 0 unless a chunk border cuts the parameter."""
     numel: int
     """Length in the bucket's (real) elements."""
 
@@ -67,7 +67,7 @@ class Bucket:
 
     @property
     def grads(self) -> tuple[Tensor, ...]:
-        """Views of `flat`, shaped and strided like their parameter; flat for one that a chunk border cut."""
+        """Views of `flat`, shaped and strided like their parameters; flat if a chunk border cuts the parameter."""
         pieces = self.flat.split([segment.numel for segment in self.segments])
         return tuple(_shaped(piece, segment) for piece, segment in zip(pieces, self.segments, strict=True))
 
@@ -105,7 +105,20 @@ def cut(segments: Sequence[Segment], begin: int, end: int) -> tuple[Segment, ...
 
 
 def make_bucket(grads: Sequence[Tensor], names: Sequence[str] | None = None, index: int = 0) -> Bucket:
-    """A bucket made by hand: copies `grads` into one flat tensor. Read the average from `Bucket.grads`."""
+    """A bucket made by hand, for tests and for averages of your own.
+
+    Args:
+        grads: Tensors of one floating or complex type; they are copied into one flat tensor.
+        names: Their names, by default "0", "1", ...
+        index: The bucket's index.
+
+    Returns:
+        A bucket. After averaging, read the means from `Bucket.grads`.
+
+    Raises:
+        ValueError: Without any tensor.
+        TypeError: For tensors of another type, or of different types.
+    """
     if not grads:
         raise ValueError("a bucket needs at least one tensor")
     for grad in grads:
@@ -127,7 +140,7 @@ def segments_of(params: Sequence[Tensor], names: Sequence[str]) -> tuple[Segment
 
 
 def _memory_order(tensor: Tensor) -> Tensor:
-    """A flat view (or copy) of the values in the order DDP lays them out: by stride, where the tensor is dense."""
+    """A flat view (or copy) of the values in DDP's order: by stride if the tensor is dense."""
     if not _dense(tensor):
         return tensor.reshape(-1)
     return tensor.as_strided((tensor.numel(),), (1,))
@@ -143,7 +156,7 @@ def _shaped(piece: Tensor, segment: Segment) -> Tensor:
 
 
 def _dense(tensor: Tensor) -> bool:
-    """Whether the strides are a permutation of contiguous ones, so that DDP keeps them in its bucket."""
+    """Whether the strides are a permutation of contiguous strides, which DDP keeps in its bucket."""
     at = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and stride != at:

@@ -1,4 +1,4 @@
-"""Averaging through a codec: one-shot or two-shot, whichever suits the number of ranks, or the backend's own sum."""
+"""Coded: averaging through a codec, one-shot or two-shot as suits the number of ranks, or by the backend's sum."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ Accumulate = Literal["fp32", "wire"]
 
 @dataclass(frozen=True, slots=True)
 class Coded(Exchange):
-    """Encode, move, sum in float32, decode."""
+    """Encode, communicate, sum in float32, decode."""
 
     codec: Codec
     _: dataclasses.KW_ONLY
     accumulate: Accumulate = "fp32"
-    """`fp32`: sums in float32, so the error does not grow with the ranks. `wire`: the backend sums half precision."""
+    """`fp32`: sum in float32, so that the error does not grow with the ranks. `wire`: the backend sums in 16 bits."""
     shots: Shots = "auto"
     """`one`: all-gather. `two`: all-to-all, then all-gather. `auto`: one at 2 ranks, two above."""
     feedback: bool | None = None
@@ -65,7 +65,7 @@ class Coded(Exchange):
 
     @property
     def lanes(self) -> int:
-        """Two unless one-shot (or the backend) does it all in one."""
+        """Two, or one for one-shot and for the backend's sum."""
         return 1 if self.accumulate == "wire" or self.shots == "one" else 2
 
     @property
@@ -91,7 +91,7 @@ class Coded(Exchange):
         return 4 << 20 if self.accumulate == "wire" else max(4 << 20, size << 18)
 
     def bound(self, size: int) -> float:
-        """One encoding for one-shot, two for two-shot; for `accumulate=wire` one more for each addition."""
+        """The error of one encoding for one-shot, of two for two-shot; with `accumulate=wire` one more per addition."""
         error = 1.0 if self.allocate else self.codec.bound
         if self.accumulate == "wire":
             return 1.01 * size * error + size * 2.0**-23
@@ -101,7 +101,7 @@ class Coded(Exchange):
     def mean_(self, bucket: Bucket, comm: Comm, residual: Tensor | None = None) -> None:
         """Average through the backend's sum, one-shot or two-shot, as the options say."""
         flat = bucket.flat
-        if flat.numel() == 0:  # an empty wire has no rows to look at
+        if flat.numel() == 0:  # an empty wire has no rows
             return
         if self.accumulate == "wire":
             all_reduce_(flat, comm, self.codec.wire_dtype)
@@ -128,7 +128,7 @@ class Coded(Exchange):
         return plan(runs, parts, self.codec)
 
     def warm_up(self, device: torch.device) -> None:
-        """Use the kernels once, so that no step waits for a compiler."""
+        """Use every kernel once."""
         if self.allocate and device.type != "cpu":
             raise SpecError(f"{self.codec.name}: allocate=true works on the CPU only, the model is on {device}")
         for codec in CODECS.values() if self.allocate else [self.codec]:
@@ -140,7 +140,7 @@ class Coded(Exchange):
             codec.reduce_(wire, values, torch.stack([wire, wire]), 0, 0.5)
 
     def check(self, params: Sequence[tuple[str, Tensor]]) -> None:
-        """Look at the model once: does `exempt` make sense for it?"""
+        """Raise SpecError, or warn, if `exempt` makes no sense for the model."""
         check_matches(self.codec.name, str(self.exempt), params)
 
     def _exempts(self, segment: Segment) -> bool:

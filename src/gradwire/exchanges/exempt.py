@@ -1,4 +1,4 @@
-"""Which tensors travel as they are: the `exempt` option that several exchanges share."""
+"""The option `exempt` of several exchanges: which tensors travel in float32."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check_pattern(name: str, exempt: str) -> None:
 
 
 def check_matches(name: str, exempt: str, params: Sequence[tuple[str, Tensor]]) -> None:
-    """Look at the model once: a pattern must leave something to compress, and should find something."""
+    """Raise SpecError if a pattern leaves nothing to compress; warn if it matches nothing."""
     if exempt in ("auto", "none") or not params:
         return
     found = [param for param, _ in params if re.search(exempt, param)]
@@ -45,12 +45,12 @@ def check_matches(name: str, exempt: str, params: Sequence[tuple[str, Tensor]]) 
         )
     if not found:
         names = ", ".join(param for param, _ in params[:5])
-        told = f"{name}: exempt={exempt} matches none of the {len(params)} parameters ({names}, ...)"
-        warnings.warn(told, stacklevel=_level_outside())
+        message = f"{name}: exempt={exempt} matches none of the {len(params)} parameters ({names}, ...)"
+        warnings.warn(message, stacklevel=_level_outside())
 
 
 def _level_outside() -> int:
-    """The `stacklevel`, for whoever called this, of the nearest caller that is not gradwire's: the user's line."""
+    """The `stacklevel` that makes a warning of the caller point at the nearest line outside of gradwire."""
     frame: FrameType | None = sys._getframe(1)
     level = 1
     while frame is not None and frame.f_code.co_filename.startswith(PACKAGE):
@@ -59,7 +59,7 @@ def _level_outside() -> int:
 
 
 def is_exempt(exempt: str, segment: Segment) -> bool:
-    """Whether a tensor travels as it is."""
+    """Whether a tensor travels in float32."""
     if exempt == "none":
         return False
     if exempt == "auto":

@@ -21,7 +21,7 @@ from gradwire.kernels.memory import empty
 
 
 class Run(NamedTuple):
-    """Neighbouring values of a bucket that are treated alike."""
+    """Adjacent values of a bucket that are treated alike."""
 
     numel: int
     exempt: bool
@@ -41,13 +41,13 @@ class Part(NamedTuple):
 
     pieces: tuple[Piece, ...]
     exempt: tuple[tuple[int, int], ...]
-    """(start, numel) of the values that travel as they are."""
+    """(start, numel) of the values that travel in float32."""
     exempt_at: int
     """Where they begin on the wire."""
 
     @property
     def exempt_numel(self) -> int:
-        """How many values travel as they are."""
+        """The number of values that travel in float32."""
         return sum(numel for _, numel in self.exempt)
 
 
@@ -59,8 +59,8 @@ class WirePlan(NamedTuple):
 
 
 def plan(runs: tuple[Run, ...], parts: int, codec: Codec) -> WirePlan:
-    """Deal the runs of a bucket out to `parts` ranks, in equal shares of whole blocks."""
-    if torch.compiler.is_compiling():  # which does not like caches
+    """Distribute the runs of a bucket over `parts` ranks, in equal shares of whole blocks."""
+    if torch.compiler.is_compiling():  # dynamo does not trace caches
         return _plan(runs, parts, codec)
     return _kept_plan(runs, parts, codec)
 
@@ -75,7 +75,7 @@ _kept_plan = lru_cache(maxsize=4096)(_plan)
 
 
 def _deal(runs: Sequence[Run], exempt: bool, parts: int, align: int) -> list[list[tuple[int, int]]]:
-    """The (start, numel) that each part gets, of the runs that are exempt or of those that are not."""
+    """The (start, numel) pairs of each part, of the exempt runs or of the others."""
     units = sum(-(-run.numel // align) for run in runs if run.exempt == exempt)
     share = max(1, -(-units // parts))
     dealt: list[list[tuple[int, int]]] = [[] for _ in range(parts)]
@@ -125,7 +125,7 @@ def sum_part_(codec: Codec, flat: Tensor, part: Part, wires: Tensor, alpha: floa
 
 
 def reduce_part(codec: Codec, flat: Tensor, part: Part, wires: Tensor, own: int, alpha: float, wire: Tensor) -> None:
-    """Write the wire of `alpha * (flat + values of all wires but one's own)`, within one part."""
+    """Write the wire of `alpha * (flat + values of all wires but `own`)`, within one part."""
     for piece in part.pieces:
         others = wires.narrow(1, piece.at, piece.wire_bytes)
         codec.reduce_(_wire(wire, piece), _values(flat, piece), others, own, alpha)
@@ -145,7 +145,7 @@ def reduce_part_keeping_loss(
 
 
 def keep_loss_(codec: Codec, flat: Tensor, part: Part, wire: Tensor, residual: Tensor) -> None:
-    """`residual = flat - values of the wire`, within one part; values that travel as they are lose nothing."""
+    """`residual = flat - values of the wire`, within one part; values that travel in float32 lose nothing."""
     for piece in part.pieces:
         codec.decode_(_values(residual, piece).copy_(_values(flat, piece)), _wire(wire, piece), alpha=-1.0, add=True)
 
@@ -197,7 +197,7 @@ def _spread_(flat: Tensor, part: Part, values: Tensor, add: bool) -> None:
 
 
 def new_wires(plan: WirePlan, like: Tensor) -> Tensor:
-    """Room for the wires of all parts, (parts, bytes)."""
+    """Work space for the wires of all parts, (parts, bytes)."""
     return empty((len(plan.parts), plan.wire_bytes), torch.uint8, like.device)
 
 

@@ -1,9 +1,9 @@
-"""Two levels: one exchange inside a node, where the network is fast, and another across nodes, where it is not.
+"""Two levels: one exchange inside a node, where the network is fast, and another across nodes, where it is slow.
 
     node 0   rank 0 [ a | b ]  \\ mean inside   rank 0 [ a |   ]  <- across ->  rank 2 [ a |   ]  \\ gather inside
              rank 1 [ a | b ]  /               rank 1 [   | b ]  <- across ->  rank 3 [   | b ]  /
 
-Each rank of a node carries its own part across, so that a node sends every value once, however many ranks it has.
+Each rank of a node sends its own part across, so that a node sends every value once, however many ranks it has.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from gradwire.spec import NestedSpec, write
 
 @dataclass(frozen=True, slots=True)
 class TwoLevel(Exchange):
-    """`inside` among the ranks of a node, then `across` among the nodes. Feedback is kept of what `across` loses."""
+    """`inside` among the ranks of a node, then `across` among the nodes. Feedback covers what `across` loses."""
 
     inside: Exchange
     across: Exchange
     node: int | None = None
-    """Ranks of a node: consecutive ones. By default as many as torchrun started there (LOCAL_WORLD_SIZE)."""
+    """The number of ranks of a node, which are consecutive. By default LOCAL_WORLD_SIZE, which torchrun sets."""
 
     def __post_init__(self) -> None:
         for place, part in (("inside", self.inside), ("across", self.across)):
@@ -43,19 +43,19 @@ class TwoLevel(Exchange):
         if self.inside.takes_residual:
             raise SpecError(f"two_level: feedback is for the slow level; inside={self.inside} must go without")
         if self.node is not None and self.node < 1:
-            raise SpecError(f"two_level: node, the ranks of a node, must be at least 1, got {self.node}")
+            raise SpecError(f"two_level: node, the number of ranks of a node, must be at least 1, got {self.node}")
 
     def levels(self, size: int) -> Levels:
-        """How `size` ranks are split, and the lanes that each level needs. Called once, at registration."""
+        """How `size` ranks are split, and the lanes that each level needs."""
         node = self.node or int(os.environ.get("LOCAL_WORLD_SIZE", 0))
         if node < 1 or size % node:
-            told = f"{size} ranks do not split into nodes of {node}" if node else "LOCAL_WORLD_SIZE is not set"
-            raise SpecError(f"two_level: {told}; say how many ranks share a node, as in 'two_level:node=8'")
+            problem = f"{size} ranks do not split into nodes of {node}" if node else "LOCAL_WORLD_SIZE is not set"
+            raise SpecError(f"two_level: {problem}; give the number of ranks per node, as in 'two_level:node=8'")
         return Levels(node, self.inside.lanes + 1, self.across.lanes)
 
     @property
     def takes_residual(self) -> bool:
-        """Where the slow level has feedback."""
+        """If the slow level uses feedback."""
         return self.across.takes_residual
 
     @property
@@ -64,16 +64,16 @@ class TwoLevel(Exchange):
         return math.lcm(self.inside.align, self.across.align)
 
     def chunk_bytes(self, size: int) -> int:
-        """As the slow level likes it."""
+        """That of the slow level."""
         return self.across.chunk_bytes(size)
 
     def bound(self, size: int) -> float:
-        """Both errors, one after the other."""
+        """The errors of both levels, one after the other."""
         inside, across = self.inside.bound(size) or 0.0, self.across.bound(size) or 0.0
         return inside + across * (1.0 + inside)
 
     def mean_(self, bucket: Bucket, comm: Comm, residual: Tensor | None = None) -> None:
-        """1. Mean inside, of all that is owed too.  2. Mean of one's own part across.  3. Gather the parts inside."""
+        """1. Mean inside, with the residuals.  2. Mean of the own part across.  3. Gather the parts inside."""
         inside, across = comm.levels
         with fed_back(bucket.flat, residual) as work:
             if inside.size > 1:
@@ -85,23 +85,23 @@ class TwoLevel(Exchange):
             lost = None if residual is None else residual.zero_()[own]
             if across.size > 1:
                 self.across.mean_(part, across, lost)
-            if lost is not None:  # once for all ranks of the node: undivided, that is so many times as much
+            if lost is not None:  # one rank keeps it for its whole node: undivided, that is `inside.size` times as much
                 lost.mul_(inside.size)
             if inside.size > 1:
                 _gather_(work, part.flat, share, inside)
 
     def _share(self, numel: int, node: int, nodes: int) -> int:
-        """Values of a part: whole blocks, the same number for every rank of a node."""
+        """The number of values of a part: whole blocks, the same for every rank of a node."""
         unit = self.across.align * nodes
         return -(-numel // (node * unit)) * unit
 
     def check(self, params: Sequence[tuple[str, Tensor]]) -> None:
-        """As both parts do."""
+        """Check both parts."""
         for part in (self.inside, self.across):
             part.check(params)
 
     def warm_up(self, device: torch.device) -> None:
-        """As both parts do."""
+        """Warm up both parts."""
         for part in (self.inside, self.across):
             part.warm_up(device)
 
@@ -111,7 +111,7 @@ class TwoLevel(Exchange):
 
 
 def _gather_(flat: Tensor, own: Tensor, share: int, inside: Comm) -> None:
-    """Every rank's part to every rank of the node, bit for bit."""
+    """Send every rank's part to every rank of the node, bit for bit."""
     message = empty((share,), flat.dtype, flat.device)
     message[: own.numel()].copy_(own)
     flat.copy_(inside.all_gather(message).view(-1)[: flat.numel()])

@@ -1,7 +1,7 @@
-"""What the kernels for few bits share: the grid of levels, and where things lie on the wire.
+"""What the kernels of int2 to int6 share: the grid of levels, and where everything lies on the wire.
 
-A tile is 16 blocks. Its exponent byte is the binade of its largest value, a block's scale byte says how far below that
-the block is, in 16ths of a binade, and the codes of a tile are spread over bit planes so that packing is contiguous:
+A tile is 16 blocks. Its exponent byte is the binade of its largest value. The scale byte of a block is the distance of
+its scale from there, in 16ths of a binade. The codes of a tile lie in bit planes, so that packing is contiguous:
 
     plane of 4 bits   byte i of n/2: value i | value i + n/2 << 4
     plane of 2 bits   byte i of n/4: value i | value i + n/4 << 2 | value i + n/2 << 4 | ...
@@ -19,7 +19,7 @@ TILE_BLOCKS = 16
 PLANES = {2: ((2, 0),), 3: ((2, 0), (1, 2)), 4: ((4, 0),), 5: ((4, 0), (1, 4)), 6: ((4, 0), (2, 4))}
 """Width of the code -> its planes: (bits, the lowest bit of the code that they hold)."""
 REACH = 1.032
-"""No value is larger than this, in units of the scale: scales are rounded to 4 bits of mantissa."""
+"""The largest value in units of the scale: scales are rounded to 4 bits of mantissa."""
 ZERO, NONFINITE = 255, 255
 """Scale byte of a block of zeros; exponent byte of a tile with inf or NaN in it."""
 
@@ -36,9 +36,9 @@ class Grid(NamedTuple):
     fit: bool = False
     """Once the codes are known, take the scale that fits them best."""
     hadamard: int = 0
-    """Rotate groups of so many values first; 0: do not."""
+    """The number of values that a Hadamard rotation mixes first; 0: no rotation."""
     stochastic: bool = False
-    """Round up or down by chance, so that the error is 0 on average."""
+    """Stochastic rounding: up or down at random, so that the error is 0 on average."""
 
     @property
     def tile(self) -> int:
@@ -49,7 +49,7 @@ class Grid(NamedTuple):
     def base(self) -> int:
         """The level (16ths of a binade) that scale byte 0 stands for, when the tile's largest value is in [1, 2).
 
-        Rotation, a scale of several RMS, and a largest level below 1 can all ask for a scale above the largest value.
+        A rotation, a scale of several RMS and a largest level below 1 can each need a scale above the largest value.
         """
         above = (4 if self.hadamard else 0) + (2 if self.widest else 0) + (1 if self.stochastic else 0)
         return (128 + above) << 4
@@ -60,15 +60,15 @@ class Grid(NamedTuple):
         t = 2.0 ** (self.bits - 1) - 0.5
         return float(sum(d * t ** (2 * i + 1) for i, d in enumerate(self.decoder)))
 
-    def layout(self, numel: int) -> Layout:
+    def layout(self, numel: int) -> TileLayout:
         """Where the parts of the wire of `numel` values are."""
         unit = max(self.block, self.hadamard)
         padded = -(-numel // unit) * unit
-        return Layout(self, numel, padded, padded // self.block, -(-padded // self.tile))
+        return TileLayout(self, numel, padded, padded // self.block, -(-padded // self.tile))
 
 
-class Layout(NamedTuple):
-    """Sizes of one wire."""
+class TileLayout(NamedTuple):
+    """The sizes of one wire."""
 
     grid: Grid
     numel: int

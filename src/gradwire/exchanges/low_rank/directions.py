@@ -1,4 +1,4 @@
-"""The directions Q of low-rank averaging. They belong to parameters, and each step starts from those of the last."""
+"""The directions Q of PowerSGD. They belong to parameters, and each step starts from those of the step before."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from gradwire.exchanges.low_rank.matrices import Matrices
 
 
 class Directions(NamedTuple):
-    """Where they are kept, and where they come from at first."""
+    """Where the directions are kept between steps, and how the first ones are made."""
 
     key: str
-    """In a parameter's memory."""
+    """Their key in `Bucket.memory`."""
     seed: int
     warm_start: bool
-    """Without it every step starts from random ones."""
+    """If False, every step starts from random directions."""
 
     def recall(self, bucket: Bucket, group: Matrices, like: Tensor) -> Tensor:
-        """Orthonormal directions to start from, (B, R, N). Those that went to zero, as gradients did, start anew."""
+        """Orthonormal directions to start from, (B, R, N). Directions that became zero are replaced by random ones."""
         kept = [self._kept(bucket, name, group) for name in group.names]
         q = torch.stack(
             [
@@ -34,14 +34,14 @@ class Directions(NamedTuple):
         kernel = kernels.pick("low_rank", q)
         kernel.orthonormalize_(q)
         gone = (q == 0).all(2, keepdim=True)
-        if like.device.type != "cpu" or gone.any():  # on an accelerator, asking would mean waiting for it
+        if like.device.type != "cpu" or gone.any():  # reading `gone` would synchronise an accelerator
             fresh = torch.stack([self._random(bucket.step, name, group, like) for name in group.names])
             q = torch.where(gone, fresh, q)
             kernel.orthonormalize_(q)
         return q
 
     def keep(self, bucket: Bucket, group: Matrices, q_BRN: Tensor) -> None:
-        """For the next step."""
+        """Keep the directions for the next step."""
         if bucket.memory is not None and self.warm_start:
             for name, q in zip(group.names, q_BRN.float(), strict=True):
                 bucket.memory.setdefault(name, {})[self.key] = q
@@ -49,9 +49,9 @@ class Directions(NamedTuple):
     def _random(self, step: int, name: str, group: Matrices, like: Tensor) -> Tensor:
         seed = zlib.crc32(repr((self.seed, step, name)).encode())
         generator = torch.Generator(like.device).manual_seed(seed)
-        shape = (group.rank, group.stack.cols)
+        shape = (group.matrix_rank, group.stack.cols)
         return torch.randn(shape, generator=generator, dtype=like.dtype, device=like.device)
 
     def _kept(self, bucket: Bucket, name: str, group: Matrices) -> Tensor | None:
         kept = (bucket.memory or {}).get(name, {}).get(self.key) if self.warm_start else None
-        return kept if kept is not None and kept.shape == (group.rank, group.stack.cols) else None
+        return kept if kept is not None and kept.shape == (group.matrix_rank, group.stack.cols) else None

@@ -1,14 +1,14 @@
-"""Low-rank averaging (PowerSGD): a gradient matrix travels as two thin ones, found by one step of power iteration.
+"""PowerSGD: a gradient matrix travels as two thin matrices, found by one step of power iteration (Vogels et al., 2019).
 
-    rank i:  A_i = M_i + what it still owes
-             P   = sum of A_i Q            all-reduce; tensors that are not worth it ride along, exactly
+    rank i:  A_i = M_i + E_i               the gradient plus the residual
+             P   = sum of A_i Q            all-reduce; tensors that are not worth approximating travel along exactly
              P   = orthonormal(P)
              Q   = mean of A_iᵀ P          all-reduce
-             M   = P Qᵀ                    the same on all ranks: the mean of A_i, seen in the directions of P
-             owes A_i - P (A_iᵀ P)ᵀ        its own share, so that the sum over the ranks is what was lost
+             M   = P Qᵀ                    the same on all ranks: the mean of A_i, projected onto the columns of P
+             E_i = A_i - P (A_iᵀ P)ᵀ       this rank's share, so that the sum over the ranks is what was lost
 
-What a rank owes has a part that cancels between the ranks and would pile up for ever where their data differ. So the
-memories are averaged, a few rows a step, riding along with P: all of them once in `resync` steps.
+A part of the residuals cancels between the ranks and would grow without limit where their data differ. So the residuals
+are averaged, a few rows per step, in the message of P: all of them once in `resync` steps.
 """
 
 from __future__ import annotations
@@ -31,14 +31,13 @@ from gradwire.exchanges.exact import exact_mean_
 from gradwire.exchanges.exempt import check_matches, check_pattern, is_exempt
 from gradwire.exchanges.feedback import working_copy
 from gradwire.exchanges.low_rank.directions import Directions
-from gradwire.exchanges.low_rank.matrices import Layout, Matrices, lay_out, lay_out_whole, shape_of
-from gradwire.exchanges.low_rank.riders import Riders
-from gradwire.exchanges.low_rank.thin import Thin
+from gradwire.exchanges.low_rank.factors import Factors, Uncompressed
+from gradwire.exchanges.low_rank.matrices import Matrices, MatrixLayout, lay_out, lay_out_whole, shape_of
 from gradwire.kernels.torch.low_rank import Stack
 
 Wire = Literal["fp32", "fp16", "bf16", "int8"]
 SHARE = 40
-"""Averaging the memories costs one part in so many of the bytes of P and Q, unless `resync` says otherwise."""
+"""Averaging the residuals costs one part in so many of the bytes of P and Q, unless `resync` is given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,32 +46,32 @@ class LowRank(Exchange):
 
     name: ClassVar[str] = "powersgd"
     rank: int = 4
-    """Directions in which a matrix is seen. More is closer to the mean, and more bytes."""
+    """The rank of the approximation. A higher rank is closer to the mean and costs more bytes."""
     warmup: int = 0
-    """Steps that average exactly, before compression starts."""
+    """The number of steps that average exactly before compression starts."""
     feedback: bool = True
-    """Add back at the next step what this one lost. Without it a model hardly trains."""
+    """Error feedback: add back at the next step what this step lost. Without it a model hardly trains."""
     warm_start: bool = True
-    """Start from the directions of the step before; without it, from random ones."""
+    """Start from the directions of the step before; if False, from random ones."""
     min_compression: float = 2.0
-    """A matrix that would not shrink by more than this travels exactly."""
+    """A matrix that would not shrink by more than this factor travels exactly."""
     seed: int = 0
-    """Of the first directions."""
+    """The seed of the first directions."""
     iterations: int = 1
-    """Steps of power iteration for each average: closer to the best approximation, at so many times the work."""
+    """Steps of power iteration per average: more are closer to the best approximation, at as many times the work."""
     batched: bool = False
-    """All tensors of a bucket as one matrix: a single product, less accurate."""
+    """Treat all tensors of a bucket as one matrix: a single product, but less accurate."""
     wire: Wire = "fp32"
     """How P and Q travel."""
     exempt: str = "none"
-    """Tensors that travel exactly: a pattern of names such as `embed|head`, besides those that are not worth it."""
+    """A pattern of names such as `embed|head` whose tensors travel exactly, besides those that would not shrink."""
     resync: int | None = None
-    """Steps in which every memory is averaged once; 0: never. By default as often as costs 2.5% of P and Q."""
+    """The number of steps in which every residual is averaged once; 0: never. By default it costs 2.5% of P and Q."""
 
     same_kernels = True
-    """All ranks must have Numba, or none: products come out the same only where the same code makes them."""
+    """All ranks must have Numba, or none: only the same code makes products with the same bits."""
     buckets = 0
-    """Those of DDP: little travels, so smaller ones would hide little, and each costs as much Python as any."""
+    """DDP's own: little travels, so smaller buckets would hide little, and each bucket costs Python time."""
 
     def __post_init__(self) -> None:
         for field, least in (("rank", 1), ("warmup", 0), ("iterations", 1), ("resync", 0)):
@@ -87,7 +86,7 @@ class LowRank(Exchange):
 
     @property
     def lanes(self) -> int:
-        """P and Q, each in one collective, or in two where a codec carries them between more than two ranks."""
+        """P and Q, each in one collective, or in two if a codec carries them between more than two ranks."""
         return self.iterations * (2 if self.wire == "fp32" else 4)
 
     @property
@@ -99,18 +98,18 @@ class LowRank(Exchange):
     """Matrices stay whole."""
 
     def chunk_bytes(self, size: int) -> int:
-        """Little travels, so what counts is that the work on one chunk hides the wire of another."""
+        """Little travels, so what matters is that the work on one chunk hides the wire of another."""
         return 1 << 40 if self.batched else 8 << 20
 
     def bound(self, size: int) -> float:
-        """A projection never loses more than all; the wire of Q adds its own error."""
+        """A projection never loses more than everything; the wire of Q adds its own error."""
         codec = self._codec()
         return 1.001 + (0.0 if codec is None else 2.1 * codec.bound)
 
     # -- the algorithm -----------------------------------------------------------------------------------------
 
     def mean_(self, bucket: Bucket, comm: Comm, residual: Tensor | None = None) -> None:
-        """Average as told above. During the warm-up, and where no matrix is worth it, exactly."""
+        """Average as described above; exactly during the warm-up, and if no matrix is worth approximating."""
         layout = self.lay_out(bucket)
         if bucket.step < self.warmup or not layout.matrices:
             exact_mean_(bucket.flat, comm, residual)
@@ -120,23 +119,25 @@ class LowRank(Exchange):
         if work is not bucket.flat:
             bucket.flat.copy_(work)
 
-    def _approximate_(self, bucket: Bucket, work: Tensor, layout: Layout, comm: Comm, residual: Tensor | None) -> None:
+    def _approximate_(
+        self, bucket: Bucket, work: Tensor, layout: MatrixLayout, comm: Comm, residual: Tensor | None
+    ) -> None:
         kernel, codec, directions = kernels.pick("low_rank", work), self._codec(), self._directions
         groups = layout.matrices
-        riders = Riders(layout, work, residual, [self._rows(bucket.step, group) for group in groups])
+        uncompressed = Uncompressed(layout, work, residual, [self._rows(bucket.step, group) for group in groups])
         started = [directions.recall(bucket, group, work) for group in groups]
-        p, q, sent, finite = _power_step(work, groups, started, comm, codec, residual, riders)
+        p, q, sent, finite = _power_step(work, groups, started, comm, codec, residual, uncompressed)
         for _ in range(self.iterations - 1):
             p, q, sent, also = _power_step(work, groups, q.factors, comm, codec)
             finite &= also
         for group, *factors in zip(groups, p.factors, sent.factors, q.factors, strict=True):
             kernel.rebuild_(work, residual, group.stack, *factors, finite)
-        riders.settle_(finite)
+        uncompressed.clear_pending_(finite)
         for group, new, old in zip(groups, q.factors, started, strict=True):
             directions.keep(bucket, group, torch.where(finite, new, old))
 
-    def lay_out(self, bucket: Bucket) -> Layout:
-        """Which tensors of a bucket are approximated, and which travel as they are."""
+    def lay_out(self, bucket: Bucket) -> MatrixLayout:
+        """Which tensors of a bucket are approximated, and which travel exactly."""
         if self.batched:
             return lay_out_whole(bucket, self.rank, self._shrinks)
         return lay_out(bucket, self.rank, self._is_worth)
@@ -155,7 +156,7 @@ class LowRank(Exchange):
         return Directions("whole_q" if self.batched else "q", self.seed, self.warm_start)
 
     def _rows(self, step: int, group: Matrices) -> slice:
-        """The rows of each matrix whose memory is averaged in this step."""
+        """The rows of each matrix whose residual is averaged in this step."""
         period = round(SHARE * group.compression) if self.resync is None else self.resync
         if period == 0:
             return slice(0, 0)
@@ -165,26 +166,26 @@ class LowRank(Exchange):
     # -- registration and checkpoints --------------------------------------------------------------------------
 
     def check(self, params: Sequence[tuple[str, Tensor]]) -> None:
-        """Look at the model once: is there anything to approximate?"""
+        """Warn if there is nothing to approximate."""
         check_matches("powersgd", self.exempt, params)
         shapes = [shape_of(param) for _, param in params]
         if params and not self.batched and not any(self._shrinks(*shape) for shape in shapes):
             rows, cols = max(shapes, key=min)
-            told = f"the largest is {rows} x {cols}" if rows else "there is none"
+            largest = f"the largest is {rows} x {cols}" if rows else "there is none"
             warnings.warn(
                 f"powersgd: at rank={self.rank} no matrix of this model would shrink more than "
-                f"{self.min_compression:g} times ({told}), so everything travels exactly; use a lower rank, or 'bf16'",
+                f"{self.min_compression:g} times ({largest}), so everything travels exactly; use a lower rank or 'bf16'",
                 stacklevel=4,
             )
 
     def check_memory(self, memory: Mapping[str, Mapping[str, Tensor]], params: Sequence[tuple[str, Tensor]]) -> None:
-        """Refuse directions of another rank or of other shapes."""
+        """Raise StateError for directions of another rank or of other shapes."""
         wrong = []
         for name, param in params:
             q, (rows, cols) = memory.get(name, {}).get(self._directions.key), shape_of(param)
             if q is None or not (self.batched or self._shrinks(rows, cols)):
                 continue
-            if self.batched:  # a bucket so small that its matrix has fewer rows than `rank` is anybody's guess
+            if self.batched:  # the matrix of a small bucket may have fewer rows than `rank`
                 wanted = (self.rank if q.shape[-1] > 2 * self.rank else q.shape[0], q.shape[-1])
             else:
                 wanted = (min(self.rank, rows, cols), cols)
@@ -196,7 +197,7 @@ class LowRank(Exchange):
             )
 
     def warm_up(self, device: torch.device) -> None:
-        """Use the kernels once, so that no step waits for a compiler."""
+        """Use every kernel once."""
         flat, stack = torch.ones(64, device=device), Stack(0, 64, 1, 8, 8)
         kernel, p, q = kernels.pick("low_rank", flat), *(torch.ones((1, 1, 8), device=device) for _ in range(2))
         kernel.project_(p, flat, flat.clone(), stack, q)
@@ -213,20 +214,19 @@ def _power_step(
     comm: Comm,
     codec: Codec | None,
     residual: Tensor | None = None,
-    riders: Riders | None = None,
-) -> tuple[Thin, Thin, Thin, Tensor]:
-    """P and Q, both averaged; what this rank sent of Q; and whether all that travelled is finite."""
+    uncompressed: Uncompressed | None = None,
+) -> tuple[Factors, Factors, Factors, Tensor]:
+    """P and Q, both averaged; what this rank has sent of Q; and whether everything that travelled is finite."""
     kernel = kernels.pick("low_rank", work)
-    p = Thin(
-        [(group.stack.depth, group.rank, group.stack.rows) for group in groups], work, riders.out if riders else ()
-    )
+    shapes = [(group.stack.depth, group.matrix_rank, group.stack.rows) for group in groups]
+    p = Factors(shapes, work, uncompressed.out if uncompressed else ())
     for group, to, along in zip(groups, p.factors, directions, strict=True):
         kernel.project_(to, work, residual, group.stack, along)
     finite = p.mean_(comm, codec)
-    if riders is not None:
-        riders.back_(p.riders)
-    shapes = [(group.stack.depth, group.rank, group.stack.cols) for group in groups]
-    q, sent = Thin(shapes, work), Thin(shapes, work)
+    if uncompressed is not None:
+        uncompressed.put_back_(p.uncompressed)
+    shapes = [(group.stack.depth, group.matrix_rank, group.stack.cols) for group in groups]
+    q, sent = Factors(shapes, work), Factors(shapes, work)
     for group, across, to in zip(groups, p.factors, q.factors, strict=True):
         kernel.orthonormalize_(across)
         kernel.project_back_(to, work, group.stack, across)
