@@ -9,6 +9,7 @@ import torch
 
 from gradwire import Hook, make_bucket
 from gradwire.codecs import CODECS
+from gradwire.engine.runner import Meter
 from gradwire.errors import SpecError
 from gradwire.exchanges import EXCHANGES, exchange
 from gradwire.exchanges.plan import Run, plan
@@ -213,6 +214,8 @@ PARAMS = [(name, torch.empty(shape)) for name, shape in SHAPES.items()]
 class NoRunner:
     """A rank alone never runs anything."""
 
+    meter = Meter()
+
     def close(self):
         pass
 
@@ -230,8 +233,14 @@ def test_a_pattern_that_matches_nothing_warns():
     assert caught[0].filename == __file__  # whoever wrote the pattern, not the library
 
 
+@pytest.mark.parametrize("pattern", ["", " bias", "a,b", "(a", "a\\"])
+def test_a_pattern_that_cannot_stand_in_a_spec_is_refused(pattern):
+    with pytest.raises(SpecError, match="exempt is part of a spec, so commas are allowed only inside brackets"):
+        register("int4", exempt=pattern)
+
+
 def test_a_pattern_that_matches_everything_is_refused():
-    for pattern in (".", "weight|bias", ""):
+    for pattern in (".", "weight|bias"):
         with pytest.raises(SpecError, match="matches all 6 parameters; use the hook 'exact', or a narrower pattern"):
             register("int4", exempt=pattern)
 
@@ -255,8 +264,9 @@ def test_switching_checks_too():
 @pytest.mark.parametrize(
     ("spec", "text"),
     [
-        ("int4:exempt=[", r"int4: exempt must be auto, none or a pattern, got '\['"),
-        ("int4:exempt=(a", "exempt must be auto, none or a pattern"),
+        ("int4:exempt=[", r"'\[' is never closed"),
+        ("int4:exempt=(a", r"'\(' is never closed"),
+        ("int4:exempt=+a", "exempt must be auto, none or a pattern, got '\\+a'"),
         ("int4:exempt=*", "exempt must be auto, none or a pattern"),
         ("int4:exempt=", "not of the form option=value"),
         ("bf16:accumulate=wire,exempt=auto", "bf16: accumulate=wire takes neither feedback nor shots nor exempt"),

@@ -174,7 +174,7 @@ class LowRank(Exchange):
             largest = f"the largest is {rows} x {cols}" if rows else "there is none"
             warnings.warn(
                 f"powersgd: at rank={self.rank} no matrix of this model would shrink more than "
-                f"{self.min_compression:g} times ({largest}), so everything travels exactly; use a lower rank or 'bf16'",
+                f"{self.min_compression:g} times ({largest}), so all travels exactly; use a lower rank, or 'bf16'",
                 stacklevel=4,
             )
 
