@@ -217,5 +217,5 @@ def auto_picks_one_for_all(ranks: Ranks) -> None:
     picked: list[str] = [""] * ranks.size
     dist.all_gather_object(picked, f"{hook.exchange} {hook.stats().reason}", group=ranks.group)
     assert len(set(picked)) == 1, picked
-    assert "ms a step, by the slowest rank" in picked[0]
+    assert "ms per step of the slowest rank" in picked[0]
     assert hook.verify().identical

@@ -1,12 +1,12 @@
-"""The pilot of `auto` finds the hook that is fastest for this model on this network, by trying while the model trains.
+"""Pilot: chooses the hook that is fastest for this model on this network, by trying candidates while the model trains.
 
-1. A few exact steps, until DDP has its final buckets; then the gradients of one step are set aside.
-2. Every candidate averages those, and drops out if its error is above `max_error`.
-3. The others take turns, step by step, until it is clear who is fastest (`trial.py`). All ranks gather all times; the
+1. A few exact steps, until DDP has its final buckets; then the gradients of one step are copied.
+2. Every candidate averages these gradients, and drops out if its error is above `max_error`.
+3. The others take turns, step by step, until it is clear which is fastest (`trial.py`). All ranks gather all times; the
    slowest rank counts.
-4. The most exact one within 3% of the fastest is taken. If that is `exact`, compression does not pay here.
-5. Every `WATCH` steps the ranks compare times; when a step has become a quarter slower or faster than it was, or after
-   `recheck` steps, the trial starts again. What is in use stays unless another one is more than 5% faster.
+4. The most exact candidate within 3% of the fastest is chosen. If that is `exact`, compression does not pay here.
+5. Every `WATCH` steps the ranks compare times. When a step has become 25% slower or faster than it was, or after
+   `recheck` steps, the trial starts again. The current hook stays unless another one is more than 5% faster.
 
 All ranks decide from the same numbers, at the same step.
 """
@@ -38,27 +38,27 @@ log = logging.getLogger("gradwire")
 
 WARM_STEPS = 2
 TURN_STEPS = 4
-"""Steps that each candidate takes in a round, one after another's, not in a row: whatever else the machine does slows
-neighbours in time down alike, so that two thirds of the variance are gone."""
+"""The number of steps that each candidate takes in a round, alternating with the others: whatever else the machine does
+slows neighbouring steps alike, which removes two thirds of the variance."""
 WATCH = 50
 WORTH, MOVED = 1.05, 1.25
-"""Worth a change; the link has changed."""
+"""Ratios of step times: another hook is worth a change; the link has changed."""
 PATIENCE, ASK, IDLE = 2000, 10, 50
-"""Steps that a model waits for the end of another one's trial, and after which it asks again; and after so many of
-others it trains no longer."""
+"""In steps: how long a model waits for the trial of another model, how often it checks, and after how many steps of
+others a model counts as no longer training."""
 _pilots: weakref.WeakSet[Pilot] = weakref.WeakSet()
 _ticks = itertools.count()
-"""Steps of all models of this process."""
+"""Counts the steps of all models of this process."""
 
 
 class Pilot:
-    """Steers one hook. `on_step` and `on_bucket` are called by the thread that runs backward, on all ranks alike."""
+    """Chooses the exchange of one hook. The thread that runs backward calls `on_step` and `on_bucket`, on all ranks."""
 
     def __init__(self, hook: Hook, settings: Auto, clock: Callable[[], float] = time.perf_counter) -> None:
         self.settings = settings
         self._clock = clock
         self.reason = "measuring"
-        """Why the hook is what it is, in a sentence."""
+        """Why the hook uses its exchange, in a sentence."""
         self._hook = hook
         self._warm_up()
         self._errors: dict[str, float] = {}
@@ -69,7 +69,7 @@ class Pilot:
         _pilots.add(self)
 
     def _warm_up(self) -> None:
-        """Compile what is not compiled yet, now and not in a step."""
+        """Compile all kernels now and not in a step."""
         for spec in self.settings.specs:
             exchange(spec).warm_up(self._hook.device)
 
@@ -79,7 +79,7 @@ class Pilot:
         self._aside: list[tuple[Bucket, Tensor]] = []
         self._trial: Trial | None = None
         self._plan: deque[tuple[str, bool]] = deque()
-        """The steps to come: whose they are, and whether they count."""
+        """The next steps: the candidate of each, and whether its time counts."""
         self._counts = False
         self._times: dict[str, list[float]] = {}
         self._recent: list[float] = []
@@ -88,7 +88,7 @@ class Pilot:
     # -- called by the hook ------------------------------------------------------------------------------------
 
     def on_step(self) -> None:
-        """A step begins: note how long the one before took, and do what is due."""
+        """A step begins: record the time of the one before, and do what comes next."""
         self._note_time()
         self._tick = next(_ticks)
         if self._step == WARM_STEPS:
@@ -104,14 +104,14 @@ class Pilot:
         self._began = self._clock()
 
     def on_bucket(self, bucket: Bucket) -> None:
-        """Set the local gradients of one step aside."""
+        """Copy the local gradients of one step."""
         if self._step == WARM_STEPS + 1 and not bucket.flat.is_sparse:
             self._aside.append((bucket, bucket.flat.clone()))
 
     # -- the phases --------------------------------------------------------------------------------------------
 
     def _is_free(self) -> bool:
-        """No other model of this process is on trial, on any rank: each would time the other's steps with its own."""
+        """Whether no other model of this process is on trial, on any rank: each would time the steps of the other."""
         others = [pilot for pilot in _pilots if pilot._on_trial and self._tick - pilot._tick <= IDLE]
         self._waited += 1
         if self._waited % ASK != 1:
@@ -133,7 +133,7 @@ class Pilot:
         exact = [values.double() for _, values in self._aside]
         self._hook.run(lambda comm: _mean_all_(comm, exact))
         total = math.sqrt(sum(float(mean.square().sum()) for mean in exact))
-        if not 0.0 < total < math.inf:  # a step that AMP skips, say: try the next one
+        if not 0.0 < total < math.inf:  # for instance a step that AMP skips: use the next one
             self._aside.clear()
             self._step = WARM_STEPS
             return
@@ -149,7 +149,7 @@ class Pilot:
         return Trial(errors)
 
     def _candidates(self) -> list[str]:
-        """Who takes part in the trial."""
+        """The candidates that take part in the trial."""
         limit = self.settings.max_error
         return [spec for spec in self.settings.specs if self._errors[spec] <= limit or spec == "exact"]
 
@@ -175,7 +175,7 @@ class Pilot:
         self._counts = counts
 
     def _plan_round(self, trial: Trial) -> None:
-        """In another order each time, the same on all ranks: what a script does every few steps must hit nobody more.
+        """In a new order each time, the same on all ranks: what a script does every few steps must favour nobody.
 
         The first step of all touches new memory, and does not count.
         """
@@ -186,23 +186,23 @@ class Pilot:
         before = str(self._hook.exchange) if trial.rounds else trial.left[-1]
         for last, spec in zip([before, *steps], steps, strict=False):
             if last != spec and any(self._exchanges[each].takes_residual for each in (last, spec)):
-                self._plan.append((spec, False))  # it pays what feedback owes, or makes room for that
+                self._plan.append((spec, False))  # it applies pending residuals, or allocates new ones
             self._plan.append((spec, True))
 
     def _end_round(self, trial: Trial) -> None:
-        """All have had their steps. All ranks go on with the same times."""
+        """A round is over. All ranks continue with the same times."""
         slowest = self._slowest([value for times in self._times.values() for value in times])
         starts = range(0, len(slowest), TURN_STEPS)
         trial.add({spec: slowest[at : at + TURN_STEPS] for spec, at in zip(self._times, starts, strict=True)})
         self._times = {}
 
     def _decide(self, trial: Trial) -> None:
-        """What is in use stays, unless a change is worth it."""
+        """Keep the current hook, unless a change is worth it."""
         times_s, pick = trial.times_s, trial.pick
         if self._chosen in times_s and times_s[self._chosen] <= WORTH * times_s[pick]:
             pick = self._chosen
         self._trial = None
-        self._settle(pick, _told(pick, times_s, self._errors, self.settings.max_error))
+        self._settle(pick, _reason(pick, times_s, self._errors, self.settings.max_error))
         self._expected = trial.medians[pick]
 
     def _settle(self, spec: str, reason: str) -> None:
@@ -212,7 +212,7 @@ class Pilot:
         log.info("auto, after %d steps: %s", self._hook.steps, self.reason)
 
     def _watch(self) -> None:
-        """Has the link changed? Compared with the last trial, by the slowest rank's median."""
+        """Start again if the slowest rank's median step time has changed, or `recheck` is reached."""
         if len(self._recent) < WATCH:
             return
         (now,) = self._slowest([statistics.median(self._recent)])
@@ -221,8 +221,8 @@ class Pilot:
             self._expected = now
         moved = not self._expected / MOVED <= now <= self._expected * MOVED
         if moved or self._step >= self.settings.recheck:
-            why = f"a step takes {1e3 * now:.0f} ms, not {1e3 * self._expected:.0f}" if moved else "it is time again"
-            log.info("auto: measuring again, as %s", why)
+            why = f"a step takes {1e3 * now:.0f} ms, not {1e3 * self._expected:.0f}" if moved else "recheck is reached"
+            log.info("auto: measuring again, because %s", why)
             self._start_over()
 
     # -- machinery ---------------------------------------------------------------------------------------------
@@ -244,9 +244,9 @@ def _mean_all_(comm: Comm, values: Sequence[Tensor]) -> None:
         value.copy_(mean)
 
 
-def _told(pick: str, times_s: dict[str, float], errors: dict[str, float], limit: float) -> str:
+def _reason(pick: str, times_s: dict[str, float], errors: dict[str, float], limit: float) -> str:
     times = ", ".join(f"{spec} {1e3 * value:.0f}" for spec, value in times_s.items())
     out = ", ".join(f"{spec} {error:.2g}" for spec, error in errors.items() if spec not in times_s)
     left = f"; left out for their error: {out}" if out else ""
     what = "compression does not pay here" if pick == "exact" else f"error {errors[pick]:.2g} of at most {limit:g}"
-    return f"{what}; ms a step, by the slowest rank: {times}{left}"
+    return f"{what}; ms per step of the slowest rank: {times}{left}"

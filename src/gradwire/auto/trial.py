@@ -1,10 +1,10 @@
-"""A trial: candidates take turns, until it is clear which is fastest.
+"""A trial: candidates take turns until it is clear which one is fastest.
 
-In a round each takes a few steps, one after another's, so a slow moment of the machine hits neighbours alike: what
-counts is a candidate's step against another's next to it. The largest and the smallest of these gaps are left out: one
-of the two steps was disturbed, or had a short last batch. How much the others disagree says how far their mean is to
-be trusted, and the trial goes on until it is, within limits. A long one costs little: those that are left in it are
-nearly as fast as the fastest.
+In a round every candidate takes a few steps, alternating with the others, so that a slow moment of the machine affects
+neighbouring steps alike. What counts is the logarithm of the ratio of two neighbouring steps, called a gap. The largest
+and the smallest gaps are left out, as one of the two steps was disturbed or had a short last batch. The standard error
+of the trimmed mean decides whether the trial goes on, within limits. A long trial costs little: the candidates that
+remain in it are nearly as fast as the fastest.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from collections.abc import Mapping, Sequence
 
 LEAST_ROUNDS, MOST_ROUNDS = 6, 48
 NEAR, FAR, VERY_FAR = 1.03, 1.25, 2.5
-"""As fast as the fastest; so much slower that two rounds are enough to tell, or one."""
+"""Ratios to the fastest: counts as equally fast; slow enough to drop out after two rounds, or after one."""
 SURE = 1.5
-"""Standard errors."""
+"""The number of standard errors that counts as certain."""
 TRIMMED = 0.2
-"""The part of the gaps that is left out at each end."""
+"""The fraction of the gaps that is left out at each end."""
 
 
 class Trial:
-    """What is known so far. Rounds are added until it `is_over`."""
+    """The measurements so far. Rounds are added until it `is_over`."""
 
     def __init__(self, errors: Mapping[str, float], *, survey: int | None = None) -> None:
-        """`errors` are the candidates'; of those that are as fast, the most exact is picked.
+        """`errors` are the candidates' errors; among equally fast candidates the most exact is picked.
 
-        With `survey` nobody drops out, and it is over after so many rounds.
+        With `survey` no candidate drops out, and the trial is over after that many rounds.
         """
         self.left = list(errors)
-        """Who is still to take turns."""
+        """The candidates that still take turns."""
         self.step_s: dict[str, list[float]] = {spec: [] for spec in errors}
-        """All steps so far."""
+        """The times of all steps so far."""
         self.rounds = 0
         self._errors, self._survey = errors, survey
 
     def add(self, steps_s: Mapping[str, Sequence[float]]) -> None:
-        """A round: the steps of each candidate that was left, as many for each. Those that are behind drop out."""
+        """Add a round: equally many steps of every candidate that is left. Slow candidates drop out."""
         for spec, times in steps_s.items():
             self.step_s[spec] += times
         self.rounds += 1
@@ -47,7 +47,7 @@ class Trial:
 
     @property
     def is_over(self) -> bool:
-        """One is left, or nobody left is likely to be faster than the most exact of them, or it is time."""
+        """One candidate is left, or none is likely to be faster than the most exact one, or the limit is reached."""
         if self._survey is not None:
             return self.rounds >= self._survey
         exact = min(self.left, key=self._errors.__getitem__)
@@ -56,19 +56,19 @@ class Trial:
 
     @property
     def pick(self) -> str:
-        """The most exact of the fastest."""
+        """The most exact of the fastest candidates."""
         leader = self._leader
         near = [spec for spec in self.left if self._gap(spec, leader)[0] <= math.log(NEAR)]
         return min(near, key=self._errors.__getitem__)
 
     @property
     def medians(self) -> dict[str, float]:
-        """Seconds a step."""
+        """The median time per step, in seconds."""
         return {spec: statistics.median(times) for spec, times in self.step_s.items() if times}
 
     @property
     def times_s(self) -> dict[str, float]:
-        """Seconds a step, had all taken all turns: the leader's median, and how far the others are behind it."""
+        """Seconds per step, as if all had taken all turns: the leader's median, times each candidate's ratio to it."""
         leader = self._leader
         base = statistics.median(self.step_s[leader])
         return {spec: base * math.exp(self._gap(spec, leader)[0]) for spec in self.step_s}
@@ -84,13 +84,13 @@ class Trial:
         self.left = [spec for spec, (gap, error) in gaps.items() if gap - SURE * error <= limit]
 
     def _gap(self, spec: str, other: str) -> tuple[float, float]:
-        """How far behind, as a logarithm, over the rounds that both took part in; and the standard error of that."""
+        """The mean gap over the rounds in which both took part, and its standard error."""
         pairs = zip(self.step_s[spec], self.step_s[other], strict=False)
         return trimmed_mean([math.log(mine / theirs) for mine, theirs in pairs])
 
 
 def trimmed_mean(values: Sequence[float]) -> tuple[float, float]:
-    """Without the outermost fifth at each end; and its standard error, for which these count as the outermost left."""
+    """The mean without the outermost fifth at each end, and its standard error (from the winsorised deviation)."""
     count, cut = len(values), int(TRIMMED * len(values))
     inner = sorted(values)[cut : count - cut]
     pulled_in = [min(max(value, inner[0]), inner[-1]) for value in values]

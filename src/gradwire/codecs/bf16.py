@@ -19,7 +19,7 @@ from gradwire.kernels import pick
 
 @dataclass(frozen=True, slots=True)
 class BF16(Codec):
-    """Brain floating point, 2 bytes a value."""
+    """Brain floating point, 2 bytes per value."""
 
     name: ClassVar[str] = "bf16"
     wire_dtype: ClassVar[torch.dtype | None] = torch.bfloat16
@@ -30,7 +30,7 @@ class BF16(Codec):
         return 2.0**-8
 
     def wire_bytes(self, numel: int) -> int:
-        """2 bytes a value, rounded up to 4."""
+        """2 bytes per value, rounded up to 4."""
         return 2 * (numel + numel % 2)
 
     def encode(self, flat: Tensor, out: Tensor | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Codebooks for few bits: where the levels are, as a pair of odd polynomials.
+"""Codebooks of int2 to int6: where the levels lie, as a pair of odd polynomials.
 
 A value `u` in units of its block's scale gets the code `floor(encoder(u))`, counted from 0 in both directions, and
 comes back as `decoder(code + 1/2)`. Polynomials of four terms come within 0.1% of the best table of levels, and
@@ -23,7 +23,7 @@ class Codebook(NamedTuple):
     decoder: tuple[float, ...]
     """Coefficients of t, t**3, t**5 and t**7."""
     widest: float
-    """The scale is so many times the block's RMS; 0: it is the block's largest magnitude."""
+    """The scale in units of the block's RMS; 0: the scale is the block's largest magnitude."""
 
 
 TRAINED: Mapping[tuple[str, int], Codebook] = MappingProxyType(
@@ -77,7 +77,7 @@ TRAINED: Mapping[tuple[str, int], Codebook] = MappingProxyType(
     }
 )
 
-"""Made by `benchmarks/codebooks.py`; a test makes them again."""
+"""Made by `benchmarks/codebooks.py`; a test repeats that."""
 
 
 def codebook(kind: str, bits: int) -> Codebook:

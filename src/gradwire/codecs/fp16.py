@@ -20,7 +20,7 @@ from gradwire.kernels import pick
 
 @dataclass(frozen=True, slots=True)
 class FP16(Codec):
-    """Half precision, 2 bytes a value."""
+    """Half precision, 2 bytes per value."""
 
     name: ClassVar[str] = "fp16"
     wire_dtype: ClassVar[torch.dtype | None] = torch.float16
@@ -31,7 +31,7 @@ class FP16(Codec):
         return 2.0**-11
 
     def wire_bytes(self, numel: int) -> int:
-        """4 bytes of scale and 2 a value, rounded up to 4."""
+        """4 bytes of scale and 2 per value, rounded up to 4."""
         return 4 + 2 * (numel + numel % 2)
 
     def encode(self, flat: Tensor, out: Tensor | None = None) -> Tensor:
@@ -43,7 +43,7 @@ class FP16(Codec):
         return wire
 
     def decode_(self, out: Tensor, wire: Tensor, *, alpha: float = 1.0, add: bool = False) -> Tensor:
-        """Undo the scale; `alpha` rides along for free."""
+        """Undo the scale, and multiply by `alpha` in the same pass."""
         factor = _scale(wire) * alpha
         pick("half", out).from_fp16_(out, _halves(wire, out.numel()), factor, add)
         return out

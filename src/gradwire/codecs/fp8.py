@@ -2,7 +2,7 @@
 
     [ B * block values, e4m3 ][ B scales, float32 ]
 
-Small values keep their relative precision, which integers of the same width do not give them. 8.125 bits a value.
+Small values keep their relative precision, which integers of the same width do not give them. 8.125 bits per value.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gradwire.kernels import pick
 
 @dataclass(frozen=True, slots=True)
 class FP8(Codec):
-    """e4m3, one scale a block."""
+    """e4m3, one scale per block."""
 
     name: ClassVar[str] = "fp8"
     block: int = 256
@@ -38,7 +38,7 @@ class FP8(Codec):
         return 2.0**-4 + 2.0**-10 / 448 * float(self.block**0.5)
 
     def wire_bytes(self, numel: int) -> int:
-        """A byte a value and 4 a block."""
+        """One byte per value and 4 per block."""
         return -(-numel // self.block) * (self.block + 4)
 
     def encode(self, flat: Tensor, out: Tensor | None = None) -> Tensor:

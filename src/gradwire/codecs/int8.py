@@ -2,7 +2,7 @@
 
     [ B * block codes, int8 ][ B scales, float32 ]
 
-A block with inf or NaN in it has the scale NaN, and comes back as NaN. 8.125 bits a value.
+A block with inf or NaN in it has the scale NaN, and comes back as NaN. 8.125 bits per value.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Rounding = Literal["nearest", "stochastic"]
 
 @dataclass(frozen=True, slots=True)
 class Int8(Codec):
-    """8-bit integers, one scale a block."""
+    """8-bit integers, one scale per block."""
 
     name: ClassVar[str] = "int8"
     block: int = 256
@@ -57,7 +57,7 @@ class Int8(Codec):
         return float(0.5 * step / 127 * self.block**0.5 * 1.001)
 
     def wire_bytes(self, numel: int) -> int:
-        """A byte a value and 4 a block."""
+        """One byte per value and 4 per block."""
         return -(-numel // self.block) * (self.block + 4)
 
     def encode(self, flat: Tensor, out: Tensor | None = None) -> Tensor:

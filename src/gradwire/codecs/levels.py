@@ -1,9 +1,9 @@
 """int6, int5, int4, int3, int2: a few levels, spaced to fit gradients, under a one-byte scale for each block.
 
-    [ exponents, a byte for 16 blocks ][ scales, a byte a block ][ codes ][ padding to 4 bytes ]
+    [ exponents, one byte per 16 blocks ][ scales, one byte per block ][ codes ][ padding to 4 bytes ]
 
 The exponent is the binade of the largest value of 16 blocks, or 255 where one of them is inf or NaN, and all come back
-as NaN. A scale byte is the distance from there in 16ths of a binade, so 4.13 bits a value pay for everything at
+as NaN. A scale byte is the distance from there in 16ths of a binade, so 4.13 bits per value pay for everything at
 4 bits. Codes lie in bit planes (`gradwire.kernels.grid`), levels are polynomials (`gradwire.codecs.codebooks`).
 """
 
@@ -30,7 +30,7 @@ Group = Literal[0, 64, 128, 256]
 
 @dataclass(frozen=True, slots=True)
 class Levels(Codec):
-    """What the codecs of this file have in common; they differ in their defaults."""
+    """The base class of int2 to int6, which differ in their width and defaults."""
 
     name: ClassVar[str]
     bits: ClassVar[int]
@@ -41,7 +41,7 @@ class Levels(Codec):
     codebook: Kind = "trained"
     """`trained`: for the largest magnitude of normal blocks. `lloyd`: Lloyd-Max on the RMS. `uniform`: equal steps."""
     hadamard: Group = 0
-    """Rotate so many values at a time first, which spreads outliers; 0: do not."""
+    """The number of values that a Hadamard rotation mixes first, which spreads outliers; 0: no rotation."""
     rounding: Rounding = "nearest"
     """`stochastic`: up or down at random, so that the error is 0 on average, at twice the squared error."""
     seed: int = 0
@@ -64,7 +64,7 @@ class Levels(Codec):
 
     @property
     def grid(self) -> Grid:
-        """What the kernels need to know."""
+        """What the kernels need."""
         return _grid(self.bits, self.block, self.codebook, self.hadamard, self.rounding == "stochastic")
 
     @property
@@ -78,12 +78,12 @@ class Levels(Codec):
 
     @property
     def align(self) -> int:
-        """Values are best cut at multiples of this."""
+        """Whole blocks, and whole groups of the rotation."""
         return max(self.block, self.hadamard)
 
     @property
     def bound(self) -> float:
-        """The lowest level for every value, against a block with one large value; with a fitted scale, everything."""
+        """The lowest level for every value, relative to a block with one large value; 1 with a fitted scale."""
         if self.codebook == "lloyd" and self.rounding == "nearest":
             return 1.0
         grid = self.grid
@@ -123,7 +123,7 @@ class Levels(Codec):
 @lru_cache(maxsize=256)
 def _grid(bits: int, block: int, kind: str, hadamard: int, stochastic: bool) -> Grid:
     book = codebook(kind, bits)
-    by_rms = kind == "lloyd" and not stochastic  # by chance, no value may lie beyond the last level
+    by_rms = kind == "lloyd" and not stochastic  # with stochastic rounding no value may lie beyond the last level
     return Grid(
         bits=bits,
         block=block,

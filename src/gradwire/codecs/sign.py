@@ -1,8 +1,8 @@
-"""sign: one bit a value, times the mean magnitude of its block.
+"""sign: one bit per value, times the mean magnitude of its block.
 
-    [ signs, 8 values a byte: byte i of a block holds the values i, i + block/8, ... ][ B scales, float32 ]
+    [ signs, 8 values per byte: byte i of a block holds the values i, i + block/8, ... ][ B scales, float32 ]
 
-Inf or NaN go into the scale of their block. 1.125 bits a value.
+Inf or NaN go into the scale of their block. 1.125 bits per value.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gradwire.kernels import pick
 
 @dataclass(frozen=True, slots=True)
 class Sign(Codec):
-    """Signs, one scale a block."""
+    """Signs, one scale per block."""
 
     name: ClassVar[str] = "sign"
     exempts_small: ClassVar[bool] = True
@@ -35,11 +35,11 @@ class Sign(Codec):
 
     @property
     def bound(self) -> float:
-        """What comes back is a projection: never further away than 0."""
+        """The result is a projection, so it is never further away than 0."""
         return 1.0
 
     def wire_bytes(self, numel: int) -> int:
-        """A bit a value and 4 bytes a block."""
+        """One bit per value and 4 bytes per block."""
         blocks = -(-numel // self.block)
         return -(-blocks * self.block // 32) * 4 + 4 * blocks
 

@@ -1,6 +1,6 @@
-"""topk: only the largest values of each block, with their places.
+"""topk: only the largest values of each block, with their positions.
 
-    [ B * kept places in the block, int16 ][ B * kept values, bfloat16 ]
+    [ B * kept positions in the block, int16 ][ B * kept values, bfloat16 ]
 
 Choosing within blocks costs a few passes over memory where a sort costs dozens, and makes the size of the wire known.
 """
@@ -25,7 +25,7 @@ class TopK(Codec):
     exempts_small: ClassVar[bool] = True
     needs_feedback: ClassVar[bool] = True
     ratio: float = 0.01
-    """The part of the values that is sent, above 0 and up to 1; at least one value a block."""
+    """The part of the values that is sent, above 0 and up to 1; at least one value per block."""
     block: int = 1024
     """Values that are compared with each other."""
 
@@ -36,7 +36,7 @@ class TopK(Codec):
 
     @property
     def kept(self) -> int:
-        """Values sent of each block."""
+        """The number of values sent per block."""
         return max(1, round(self.ratio * self.block))
 
     @property
@@ -46,7 +46,7 @@ class TopK(Codec):
 
     @property
     def bound(self) -> float:
-        """Nothing is further away than 0; of what is sent, bfloat16's half ulp is lost."""
+        """What is not sent is lost, and half an ulp of bfloat16 of what is sent."""
         return float((1.0 - self.kept / self.block) ** 0.5 + 2.0**-8)
 
     def wire_bytes(self, numel: int) -> int:
@@ -54,7 +54,7 @@ class TopK(Codec):
         return -(-numel // self.block) * self.kept * 4
 
     def encode(self, flat: Tensor, out: Tensor | None = None) -> Tensor:
-        """Choose, in each block."""
+        """Choose the largest values of each block."""
         wire = self.new_wire(flat, out)
         if flat.numel():
             pick("topk", flat).encode_(wire, flat, self.block, self.kept)

@@ -1,8 +1,8 @@
 """Gloo: the collectives of a gloo group by faster ways than torch's own.
 
-gloo's all-to-all sends straight from the caller's memory to everybody and receives straight into it. Its all-gather
-goes round in a ring, into memory of its own, and copies; its all-reduce goes round twice. Between two processes of one
-host 1 kB takes the three of them 0.7, 0.7 and 2.8 ms and 256 kB 0.7, 3.1 and 2.7 ms, with processor time to match.
+gloo's all-to-all sends directly from the caller's memory and receives directly into it. Its all-gather is a ring with
+memory of its own and a copy at the end, and its all-reduce goes round the ring twice. Between two processes of one
+host these three take 0.7, 0.7 and 2.8 ms for 1 kB and 0.7, 3.1 and 2.7 ms for 256 kB, with CPU times in the same ratio.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from gradwire._torch.distributed import all_gather_base, new_gloo
 from gradwire.kernels.memory import empty
 
 THREADS = 8
-"""Jobs in flight, and collectives that a lane works at. On many ranks each waits for the last one to send: with four
-jobs, and two collectives at a time, as torch has it, links lie idle meanwhile (a sixth of a step at 4 hosts and
-100 Mbit/s)."""
+"""The number of jobs in flight, and of collectives that a lane works on at once. On many ranks each waits for the last
+one to send: with four jobs and torch's default of two collectives, links are idle meanwhile (for a sixth of a step at
+4 hosts and 100 Mbit/s)."""
 
 SMALL_BYTES = 1 << 18
-"""Between two ranks, sums of up to so much are gathered and added up by each: that sends as much and waits less."""
+"""Between two ranks, sums of up to this size are gathered and added by each rank: the same bytes, less waiting."""
 
 LARGE_BYTES = 3 << 17
-"""Between two ranks, each side of a longer gather says that it is ready to receive before it sends. gloo's all-to-all
-sends first: the word of the rank that comes last waits behind its own message, so they travel one after the other and
-not at once (6% of a step at 100 Mbit/s). Shorter ones stay with the all-to-all, which takes less processor time."""
+"""Between two ranks, each side of a gather above this size announces that it is ready to receive before it sends.
+gloo's all-to-all sends first: the announcement of the later rank waits behind its own message, so the two directions do not
+overlap (6% of a step at 100 Mbit/s). Shorter gathers use the all-to-all, which takes less CPU time."""
 
 TAGS = 1 << 30
 SHORT_SUM, LONG_GATHER = "small_all_reduce", "large_all_gather"
 
 
 def way(collective: str, size: int, sent_bytes: float) -> str:
-    """The collective's name, or another one where its size makes it go another way: they cost differently."""
+    """The name under which the cost of a collective is measured: some take another way depending on their size."""
     if collective == "all_reduce" and size == 2 and sent_bytes <= SMALL_BYTES:
         return SHORT_SUM
     if collective == "all_gather" and size == 2 and sent_bytes > LARGE_BYTES:
@@ -46,7 +46,7 @@ def way(collective: str, size: int, sent_bytes: float) -> str:
 
 
 def new_group(store: Store, rank: int, size: int, timeout: timedelta) -> Gloo:
-    """A group as torch makes it, from the interfaces it would take, that works at more collectives at a time."""
+    """A gloo group as torch makes it, on the same interfaces, but with more collectives at a time."""
     named = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     return Gloo(new_gloo(store, rank, size, named, THREADS if size > 2 else 2, timeout))
 
@@ -63,7 +63,7 @@ class Gloo:
         return int(self._rank)
 
     def size(self) -> int:
-        """How many there are."""
+        """The number of ranks."""
         return int(self._size)
 
     def allreduce(self, tensors: list[Tensor]) -> Any:
@@ -96,12 +96,12 @@ class Gloo:
         self._group.shutdown()
 
     def _swap(self, theirs: Tensor, mine: Tensor) -> Any:
-        """Two ranks: an all-to-all in which nobody has anything for itself."""
+        """Between two ranks: an all-to-all in which no rank sends to itself."""
         sizes = [mine.numel(), 0] if self._rank else [0, mine.numel()]
         return self._group.alltoall_base(theirs, mine, sizes, sizes)
 
     def _swap_at_once(self, theirs: Tensor, mine: Tensor) -> Any:
-        """The same, ready to receive before anything is sent. All ranks count alike, so tags match."""
+        """The same, but ready to receive before anything is sent. All ranks count the same calls, so the tags match."""
         other, self._tag = 1 - self._rank, (self._tag + 1) % TAGS
         received = self._group.recv([theirs], other, self._tag)
         sent = self._group.send([mine], other, self._tag)
@@ -109,13 +109,13 @@ class Gloo:
 
 
 class Then:
-    """Work that is not over when its collective is."""
+    """Work that continues after its collective has ended."""
 
     def __init__(self, work: Any, after: Callable[[], object]) -> None:
         self._work, self._after = work, after
 
     def wait(self) -> None:
-        """Until all is done."""
+        """Wait until everything is done."""
         self._work.wait()
         self._after()
 

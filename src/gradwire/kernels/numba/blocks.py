@@ -1,4 +1,4 @@
-"""Few bits a value on the CPU, block by block: its scale, its codes, and the scale that fits them best."""
+"""int2 to int6 on the CPU, block by block: the scale, the codes, and the scale that fits the codes best."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def nearest(q, to, v, at, count, inverse, bits, encoder, clamped):
 
 
 @inline
-def by_chance(q, to, v, at, count, inverse, bits, encoder, decoder, seed, position):
-    """One of the two codes around each value, by chance, so that the mean is right."""
+def dithered(q, to, v, at, count, inverse, bits, encoder, decoder, seed, position):
+    """Stochastic rounding: one of the two codes around each value, such that the expectation is the value."""
     last, middle = F32((1 << bits) - 2), F32((1 << (bits - 1)) - 0.5)
     for i in range(count):
         u = v[at + U64(i)] * inverse

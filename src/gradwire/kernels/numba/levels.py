@@ -1,4 +1,4 @@
-"""Few bits a value on the CPU: tile by tile, so that only the first pass over a tile goes to memory.
+"""Few bits per value on the CPU: tile by tile, so that only the first pass over a tile goes to memory.
 
 The kernels of a grid are made with all its numbers as constants: that lets LLVM unroll and vectorise every loop.
 """
@@ -17,7 +17,7 @@ from gradwire.kernels.numba.bits import F32, U8, U32, U64, largest
 from gradwire.kernels.numba.blocks import (
     NEAREST,
     UP,
-    by_chance,
+    dithered,
     fitted_scale,
     nearest,
     polynomial,
@@ -113,7 +113,7 @@ def _constants(grid: Grid) -> tuple[Any, ...]:
 
 @inline
 def _space(tile: int) -> Any:
-    """Room for a tile's values, twice, for its codes, and for the largest of each block."""
+    """Work space for a tile's values (twice), its codes, and the largest magnitude of each block."""
     values = np.empty(tile, np.float32), np.empty(tile, np.float32)
     return values[0], values[1], np.empty(tile, np.uint8), np.empty(16, np.uint32)
 
@@ -169,7 +169,7 @@ def _encode_tile(wire, v, at, width, there, t, tiles, blocks, x, work, q, tops, 
     for j in range(width // block):
         begin, to = at + U64(j * block), U64(j * block)
         if stochastic:
-            by_chance(q, to, v, begin, block, inverses[j], bits, encoder, decoder, seed, t * 16 * block + j * block)
+            dithered(q, to, v, begin, block, inverses[j], bits, encoder, decoder, seed, t * 16 * block + j * block)
         else:
             nearest(q, to, v, begin, block, inverses[j], bits, encoder, widest > F32(0.0))
         if fit and tops[j]:

@@ -1,4 +1,4 @@
-"""Stacks of matrices times thin ones on the CPU: every pass over the gradients does all there is to do in it.
+"""The products of PowerSGD on the CPU, with as few passes over the gradients as possible.
 
 A row of a matrix is read from memory once, and stays in the first cache while each direction of the thin matrix goes
 over it. That beats a general matrix product up to a rank of about MANY; beyond it, the torch kernels are used.

@@ -1,4 +1,4 @@
-"""One bit a value on the CPU, in one pass."""
+"""One bit per value on the CPU, in one pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Few bits a value, on a grid of levels: `gradwire.kernels.grid` says what is where."""
+"""Few bits per value, on a grid of levels: `gradwire.kernels.grid` says what is where."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _encode_tiles(x_RT: Tensor, grid: Grid, seed: int, at: int, end: int) -> tup
     u_RBK = x_RBK * inverse
     if grid.widest:
         u_RBK = u_RBK.clamp(-REACH, REACH)
-    codes = _by_chance(u_RBK, grid, seed, at) if grid.stochastic else _nearest(u_RBK, grid)
+    codes = _stochastic(u_RBK, grid, seed, at) if grid.stochastic else _nearest(u_RBK, grid)
     if grid.fit:
         level = torch.where(there, levels_of(codes, grid).abs(), 0.0)
         fitted = tree_sum((x_RBK * factor).abs() * level) / tree_sum(level * level)
@@ -114,7 +114,7 @@ def _nearest(u_RBK: Tensor, grid: Grid) -> Tensor:
     return torch.bitwise_and(fine.view(torch.int32) >> 8, 2 * half - 1)
 
 
-def _by_chance(u_RBK: Tensor, grid: Grid, seed: int, at: int) -> Tensor:
+def _stochastic(u_RBK: Tensor, grid: Grid, seed: int, at: int) -> Tensor:
     """The level below or the one above, such that the expectation is `u`."""
     last = 2**grid.bits - 2
     below = (_polynomial(grid.encoder, u_RBK) + (last / 2 + 0.5)).floor().clamp(0, last)
@@ -151,7 +151,7 @@ def _polynomial(coefficients: tuple[float | Tensor, ...], x: Tensor) -> Tensor:
 
 
 def _scaled_polynomial(coefficients: tuple[float, ...], x: Tensor, scale: Tensor, last: Tensor) -> Tensor:
-    """The scale first: times the binade it may be more than a float can hold, where the value is not."""
+    """Multiply by the scale first: scale times binade may exceed the range of a float where the value does not."""
     return _polynomial(tuple(scale * c * last for c in coefficients), x)
 
 
@@ -166,7 +166,7 @@ def _unpack(packed: Tensor, bits: int, width: int) -> Tensor:
 
 
 def pack(codes_RT: Tensor, bits: int) -> Tensor:
-    """The lowest `bits` of each code, 8 / bits codes a byte."""
+    """The lowest `bits` of each code, 8 / bits codes per byte."""
     rows = codes_RT.shape[0]
     parts = (codes_RT & (2**bits - 1)).view(rows, 8 // bits, -1)
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes_RT.device).view(1, -1, 1)

@@ -1,4 +1,4 @@
-"""Stacks of matrices times thin ones, and orthonormal rows: what PowerSGD is made of.
+"""The products and the orthonormalisation of PowerSGD, on stacks of matrices.
 
 A stack lies inside a flat tensor: `depth` matrices of `rows` x `cols`, `stride` values apart. Thin matrices have the
 rank R in front, so that what belongs to one direction is contiguous: `p_BRM` next to rows, `q_BRN` next to columns.
@@ -55,7 +55,7 @@ def rebuild_(
 
 
 def _surely(keep: Tensor) -> bool:
-    """Known to hold, without waiting for an accelerator."""
+    """Whether `keep` is known to hold, without synchronising an accelerator."""
     return keep.device.type == "cpu" and bool(keep)
 
 

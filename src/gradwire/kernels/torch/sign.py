@@ -1,4 +1,4 @@
-"""One bit a value: its sign, times the mean magnitude of its block."""
+"""One bit per value: its sign, times the mean magnitude of its block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The largest values of each block, with their places."""
+"""The largest values of each block, with their positions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gradwire.kernels.torch.int8 import blocks_of
 
 
 def encode_(wire: Tensor, values: Tensor, block: int, kept: int) -> Tensor:
-    """Write the `kept` largest of each block (of equals, the first), in the order of their places."""
+    """Write the `kept` largest of each block (of equals, the first), in the order of their positions."""
     x_BK = blocks_of(values, block)
     places, bits = parts_of(wire, x_BK.shape[0], kept)
     order = torch.arange(block - 1, -1, -1, dtype=torch.int64, device=values.device)
@@ -33,6 +33,6 @@ def decode_(out: Tensor, wire: Tensor, block: int, kept: int, alpha: float, add:
 
 
 def parts_of(wire: Tensor, count: int, kept: int) -> tuple[Tensor, Tensor]:
-    """Places and values, as views of the wire."""
+    """Positions and values, as views of the wire."""
     size = 2 * count * kept
     return wire.narrow(0, 0, size).view(torch.int16), wire.narrow(0, size, size).view(torch.bfloat16)
