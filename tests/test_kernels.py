@@ -78,7 +78,7 @@ def test_says_once_that_numba_is_missing(monkeypatch, caplog):
     kernels.load.cache_clear()
     monkeypatch.setattr(kernels, "_numba", None)
     monkeypatch.setitem(sys.modules, "gradwire.kernels.numba", None)
-    monkeypatch.delattr(kernels, "cpu", raising=False)
+    monkeypatch.delattr(kernels, "numba", raising=False)
     with caplog.at_level(logging.WARNING, "gradwire"):
         assert kernels.load() is None
         assert kernels.load() is None

@@ -29,8 +29,8 @@ SMALL_BYTES = 1 << 18
 
 LARGE_BYTES = 3 << 17
 """Between two ranks, each side of a gather above this size announces that it is ready to receive before it sends.
-gloo's all-to-all sends first: the announcement of the later rank waits behind its own message, so the two directions do not
-overlap (6% of a step at 100 Mbit/s). Shorter gathers use the all-to-all, which takes less CPU time."""
+gloo's all-to-all sends first: the announcement of the later rank waits behind its own message, so the two directions
+do not overlap (6% of a step at 100 Mbit/s). Shorter gathers use the all-to-all, which takes less CPU time."""
 
 TAGS = 1 << 30
 SHORT_SUM, LONG_GATHER = "small_all_reduce", "large_all_gather"
