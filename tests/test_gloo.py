@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gradwire.engine.gloo import LARGE_BYTES, SMALL_BYTES
+from gradwire.engine.gloo import LARGE_BYTES, SMALL_BYTES, TorchGroup
 from gradwire.testing import thread_ranks
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.uint8, torch.int64)
@@ -27,7 +27,11 @@ def test_gathers_and_sums_are_the_backends_own(size):
                 mine = torch.randint(0, 100, (numel,), generator=made).to(dtype) / (3 if dtype.is_floating_point else 1)
                 mine = mine.to(dtype)
                 for issue in (gathered, summed):
-                    assert torch.equal(issue(ours, mine), issue(ours._group, mine)), (issue.__name__, numel, dtype)
+                    assert torch.equal(issue(ours, mine), issue(TorchGroup(ours._group), mine)), (
+                        issue.__name__,
+                        numel,
+                        dtype,
+                    )
         runner.close()
         return True
 
@@ -36,7 +40,7 @@ def test_gathers_and_sums_are_the_backends_own(size):
 
 def gathered(group, mine):
     out = torch.empty(group.size() * mine.numel(), dtype=mine.dtype)
-    group._allgather_base(out, mine).wait()
+    group.all_gather(out, mine).wait()
     return out
 
 
@@ -44,7 +48,7 @@ def summed(group, mine):
     total = mine.clone()
     if mine.dtype == torch.bfloat16 and mine.numel() > 1024:  # the backend sums these slowly
         total = total[:1024].clone()
-    group.allreduce([total]).wait()
+    group.all_reduce(total).wait()
     return total
 
 
@@ -57,7 +61,7 @@ def test_odd_tensors_go_the_backends_way(size):
         assert gathered(ours, torch.empty(0)).numel() == 0
         assert summed(ours, torch.empty(0)).numel() == 0
         sparse = torch.sparse_coo_tensor([[rank.rank]], [1.0], (size,)).coalesce()
-        ours.allreduce([sparse]).wait()
+        ours.all_reduce(sparse).wait()
         runner.close()
         return sparse.to_dense().tolist() == [1.0] * size
 
@@ -88,7 +92,7 @@ def test_long_messages_keep_their_order():
         runner, ours = lane_of(rank)
         sent = [torch.full((LARGE_BYTES + 1,), 10 * index + rank.rank, dtype=torch.uint8) for index in range(8)]
         outs = [torch.empty(2 * mine.numel(), dtype=torch.uint8) for mine in sent]
-        works = [ours._allgather_base(out, mine) for out, mine in zip(outs, sent, strict=True)]
+        works = [ours.all_gather(out, mine) for out, mine in zip(outs, sent, strict=True)]
         for work in reversed(works):
             work.wait()
         runner.close()

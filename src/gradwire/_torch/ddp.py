@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
@@ -97,9 +98,8 @@ def rebuild_reducer(model: Any, cap_bytes: int) -> None:
 # -- uneven inputs (Join) --------------------------------------------------------------------------------------------
 
 
-def in_join(model: DistributedDataParallel) -> bool:
-    """Whether the model runs inside `Join`, where ranks may run out of inputs."""
-    return bool(model._join_config.enable)
+in_join: Callable[[DistributedDataParallel], bool] = attrgetter("_join_config.enable")
+"""Whether the model runs inside `Join`, where ranks may run out of inputs. Read in every step."""
 
 
 def divides_by_all_ranks(model: DistributedDataParallel) -> bool:

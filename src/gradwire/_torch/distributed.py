@@ -44,7 +44,7 @@ def new_gloo(
 
 
 def all_gather_base(group: Any, out: Tensor, tensor: Tensor) -> Any:
-    """Start to gather (n,) of each rank into (size * n,), on a group of torch or of our own, and return the work.
+    """Start to gather (n,) of each rank into (size * n,), and return the work.
 
     Since torch 2.13 the method is called `all_gather_single` too; the earlier versions have this name only.
     """

@@ -51,34 +51,53 @@ def new_group(store: Store, rank: int, size: int, timeout: timedelta) -> Gloo:
     return Gloo(new_gloo(store, rank, size, named, THREADS if size > 2 else 2, timeout))
 
 
-class Gloo:
-    """A gloo group for `GroupComm`."""
+class TorchGroup:
+    """The collectives of a group of torch, as `GroupComm` uses them. Each returns work to wait for."""
 
     def __init__(self, group: Any) -> None:
-        self._group, self._rank, self._size = group, group.rank(), group.size()
-        self._tag = 0
+        self._group = group
 
     def rank(self) -> int:
         """This rank."""
-        return int(self._rank)
+        return int(self._group.rank())
 
     def size(self) -> int:
         """The number of ranks."""
-        return int(self._size)
+        return int(self._group.size())
 
-    def allreduce(self, tensors: list[Tensor]) -> Any:
+    def all_reduce(self, tensor: Tensor) -> Any:
         """Sum, in place."""
-        (tensor,) = tensors
+        return self._group.allreduce([tensor])
+
+    def all_gather(self, out: Tensor, tensor: Tensor) -> Any:
+        """(n,) on each rank -> (size * n,)."""
+        return all_gather_base(self._group, out, tensor)
+
+    def all_to_all(self, out: Tensor, tensor: Tensor) -> Any:
+        """(size, n) -> (size, n)."""
+        return self._group.alltoall_base(out, tensor, [], [])
+
+
+class Gloo(TorchGroup):
+    """The collectives of a gloo group, by faster ways where there is one."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__(group)
+        self._rank, self._size = self.rank(), self.size()
+        self._tag = 0
+
+    def all_reduce(self, tensor: Tensor) -> Any:
+        """Sum, in place."""
         if self._size != 2 or not _is_plain(tensor) or tensor.numel() * tensor.element_size() > SMALL_BYTES:
-            return self._group.allreduce(tensors)
+            return super().all_reduce(tensor)
         other = empty(tensor.shape, tensor.dtype, tensor.device)
         work = self._swap(_as_bytes(other), _as_bytes(tensor))
         return Then(work, lambda: tensor.add_(other))
 
-    def _allgather_base(self, out: Tensor, tensor: Tensor) -> Any:
+    def all_gather(self, out: Tensor, tensor: Tensor) -> Any:
         """(n,) on each rank -> (size * n,)."""
         if not _is_plain(tensor):
-            return all_gather_base(self._group, out, tensor)
+            return super().all_gather(out, tensor)
         rows, mine = _as_bytes(out).view(self._size, -1), _as_bytes(tensor)
         if self._size == 2:
             if rows[self._rank].data_ptr() != mine.data_ptr():
@@ -86,10 +105,6 @@ class Gloo:
             swap = self._swap if mine.numel() <= LARGE_BYTES else self._swap_at_once
             return swap(rows[1 - self._rank], mine)
         return self._group.alltoall_base(rows, empty(rows.shape, rows.dtype, rows.device).copy_(mine), [], [])
-
-    def alltoall_base(self, out: Tensor, tensor: Tensor, out_sizes: list[int], in_sizes: list[int]) -> Any:
-        """The backend's own."""
-        return self._group.alltoall_base(out, tensor, out_sizes, in_sizes)
 
     def shutdown(self) -> None:
         """Close the connections."""

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from gradwire._torch import PrefixStore, Store, sparse_parts
-from gradwire._torch.distributed import all_gather_base
 from gradwire.engine.gloo import new_group
 from gradwire.errors import ExchangeError
 from gradwire.exchanges.base import Levels
@@ -73,7 +72,7 @@ class GroupComm:
     def all_reduce_(self, tensor: Tensor) -> Tensor:
         """Ring: every value crosses the wire 2 (size - 1) / size times."""
         sent_bytes = _bytes(tensor) * 2 * (self.size - 1) / self.size
-        self._collect("all_reduce", lambda group: group.allreduce([tensor]), sent_bytes)
+        self._collect("all_reduce", lambda group: group.all_reduce(tensor), sent_bytes)
         return tensor
 
     def all_gather(self, tensor: Tensor) -> Tensor:
@@ -90,14 +89,14 @@ class GroupComm:
 
     def _all_gather(self, rows: Tensor, own: Tensor) -> Tensor:
         sent_bytes = _bytes(own) * (self.size - 1)
-        self._collect("all_gather", lambda group: all_gather_base(group, rows.view(-1), own), sent_bytes)
+        self._collect("all_gather", lambda group: group.all_gather(rows.view(-1), own), sent_bytes)
         return rows
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
         """Every row but the own one is sent: (size - 1) / size times."""
         out = empty(tensor.shape, tensor.dtype, tensor.device)
         sent_bytes = _bytes(tensor) * (self.size - 1) / self.size
-        self._collect("all_to_all", lambda group: group.alltoall_base(out, tensor, [], []), sent_bytes)
+        self._collect("all_to_all", lambda group: group.all_to_all(out, tensor), sent_bytes)
         return out
 
     def _collect(self, name: str, issue: Callable[[Any], Any], moved_bytes: float) -> None:

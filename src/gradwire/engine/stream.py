@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from gradwire.engine.gloo import TorchGroup
 from gradwire.engine.lanes import GroupComm
 from gradwire.engine.runner import Job, Meter
 from gradwire.errors import CLOSED, ExchangeError
@@ -90,7 +91,7 @@ def inline_comm(group: Any, levels: Sequence[Any] = ()) -> GroupComm:
 
     def run(lane: int, issue: Callable[[Any], Any]) -> tuple[float, float]:
         issued = time.perf_counter()
-        issue(group).wait()  # on an accelerator this makes the stream wait, not the host
+        issue(TorchGroup(group)).wait()  # on an accelerator this makes the stream wait, not the host
         return 0.0, time.perf_counter() - issued
 
     made = GroupComm(group.rank(), group.size(), run)

@@ -221,16 +221,17 @@ class _Echo:
     def __init__(self, size: int) -> None:
         self._size = size
 
-    def allreduce(self, tensors: Sequence[Tensor]) -> None:
+    def all_reduce(self, tensor: Tensor) -> None:
         """The sum is not needed."""
 
-    def _allgather_base(self, out: Tensor, tensor: Tensor) -> None:
+    def all_gather(self, out: Tensor, tensor: Tensor) -> None:
+        """Every other rank sends the same."""
         rows, own = out.view(self._size, -1), tensor.view(1, -1)
         if rows.data_ptr() != own.data_ptr():
             rows[:1].copy_(own)
         rows[1:].copy_(own.expand(self._size - 1, -1))
 
-    def alltoall_base(self, out: Tensor, tensor: Tensor, *_: Any) -> None:
+    def all_to_all(self, out: Tensor, tensor: Tensor) -> None:
         """Not row 0: exchanges need not fill what they would send to themselves."""
         out.copy_(tensor[-1:].expand_as(tensor))
 
