@@ -1,11 +1,11 @@
-"""The error tree: everything gradwire raises on purpose.
+"""The errors that gradwire raises on purpose.
 
     GradwireError
     ├── SpecError      (ValueError)    a hook, codec or option that does not exist, or a value it cannot take
     ├── RegisterError  (RuntimeError)  this model cannot carry this hook, and what to do instead
     ├── ExchangeError  (RuntimeError)  averaging failed on this rank or on another one
-    ├── VerifyError    (RuntimeError)  Hook.verify() found that a promise does not hold
-    └── StateError     (ValueError)    a checkpoint that does not belong to this hook
+    ├── VerifyError    (RuntimeError)  Hook.verify() found that the hook does not do what it should
+    └── StateError     (ValueError)    a checkpoint that is damaged or does not belong to this hook
 
 Each message says what was wrong, what is allowed and what to do.
 """
@@ -16,7 +16,7 @@ import difflib
 from collections.abc import Iterable
 
 CLOSED = (
-    "this hook is closed; to go on training build DDP anew and register again, and call what needs the other ranks "
+    "this hook is closed; to continue training build DDP and register again, and call what needs the other ranks "
     "(verify, switch) before closing"
 )
 
@@ -38,15 +38,15 @@ class ExchangeError(GradwireError, RuntimeError):
 
 
 class VerifyError(GradwireError, RuntimeError):
-    """`Hook.verify()` found a promise that does not hold."""
+    """`Hook.verify()` found that the hook does not do what it should."""
 
 
 class StateError(GradwireError, ValueError):
-    """A checkpoint does not belong to this hook."""
+    """A checkpoint is damaged, or does not belong to this hook."""
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> str:
-    """The text for a name that does not exist: the nearest one, and all there are."""
+    """The message for an unknown name: the nearest name, and all names."""
     names = sorted(known)
     near = difflib.get_close_matches(name.lower(), names, n=1)  # every name is lower-case
     hint = f" Did you mean {near[0]!r}?" if near else ""

@@ -34,7 +34,7 @@ def pack(
 
 
 def copy_of(memory: Mapping[str, Mapping[str, Tensor]], device: torch.device | None) -> Memory:
-    """A copy of its own, on a device."""
+    """A copy, on a device."""
     return {
         name: {key: value.detach().clone().to(device or value.device) for key, value in kept.items()}
         for name, kept in memory.items()
@@ -65,20 +65,22 @@ def unpack(states: Sequence[Mapping[str, Any]], rank: int, size: int) -> tuple[i
 
 
 def check_names(memory: Mapping[str, Any], params: Iterable[tuple[str, Tensor]]) -> None:
-    """Refuse what was remembered of another model."""
+    """Raise StateError for the memory of another model."""
     known = {name for name, _ in params}
     wrong = [name for name in memory if known and name not in known]
     if wrong:
-        raise StateError(f"the checkpoint is of another model; it remembers {', '.join(wrong)}, which are not here")
+        raise StateError(
+            f"the checkpoint is of another model; it holds state of {', '.join(wrong)}, which this model does not have"
+        )
 
 
 def check_shapes(residuals: Mapping[str, Tensor], params: Iterable[tuple[str, Tensor]]) -> None:
-    """Refuse the residuals of another model, by the names and sizes that differ."""
+    """Raise StateError for the residuals of another model, with the names and sizes that differ."""
     numels = {name: param.numel() * (2 if param.is_complex() else 1) for name, param in params}
     wrong = [name for name, value in residuals.items() if numels and numels.get(name) != value.numel()]
     if wrong:
-        told = ", ".join(f"{name} ({residuals[name].numel()}, here {numels.get(name, 'none')})" for name in wrong)
-        raise StateError(f"the checkpoint is of another model; values by parameter: {told}")
+        listed = ", ".join(f"{name} ({residuals[name].numel()}, here {numels.get(name, 'none')})" for name in wrong)
+        raise StateError(f"the checkpoint is of another model; values by parameter: {listed}")
 
 
 def warn_if_other(state: Mapping[str, Any], hook: str) -> None:
@@ -107,7 +109,7 @@ def _check_form(states: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _check_values(state: Mapping[str, Any]) -> None:
-    """Refuse what no hook has saved: a damaged file."""
+    """Raise StateError for values that no hook has saved: a damaged file."""
     for key, least in (("step", 0), ("rank", MERGED), ("size", 1)):
         if not isinstance(state[key], int) or state[key] < least:
             raise StateError(f"{DAMAGED}: {key} is a whole number of at least {least}, not {state[key]!r}")

@@ -43,9 +43,9 @@ class Pilot(Protocol):
 
 
 class Hook:
-    """What `gradwire.register` returns. Averages buckets over the ranks of one group.
+    """Averages buckets over the ranks of one group: what `gradwire.register` returns.
 
-    `switch`, `verify`, `state_dict(merged=True)` and `close` are for all ranks together, between steps.
+    Call `switch`, `verify`, `state_dict(merged=True)` and `close` on all ranks together, between steps.
     """
 
     def __init__(
@@ -181,7 +181,18 @@ class Hook:
         return verify(self, list(self._params()))
 
     def switch(self, spec: str | Exchange, **options: object) -> None:
-        """Use another exchange from the next step on. Pending residuals are applied, not lost. Ends `auto`."""
+        """Use another hook from the next step on. All ranks together, between steps. It ends `auto`.
+
+        Args:
+            spec: The new hook, as for `gradwire.register`.
+            options: Options of the spec as keywords.
+
+        Raises:
+            SpecError: If the spec is not valid.
+            RegisterError: If the ranks do not request the same hook.
+
+        What error feedback has kept so far is applied in the next step, not lost.
+        """
         self.use(exchange(spec, **options))
         self.pilot = None
 
@@ -196,10 +207,12 @@ class Hook:
         self.runner.meter.reset()
 
     def state_dict(self, *, merged: bool = False) -> dict[str, Any]:
-        """Tensors, numbers and text only; `torch.load` takes it with its defaults.
+        """The state for a checkpoint: tensors, numbers and text only, which `torch.load` accepts with its defaults.
 
-        By default this rank's own state: save it on every rank, and resuming on as many ranks is exact. With `merged`
-        (all ranks together) the state of all ranks, which one file can hold and any number of ranks can load.
+        Args:
+            merged: If False, the state of this rank: save it on every rank, and resuming on the same number of ranks is
+                exact. If True, the state of all ranks (call it on all of them together), which one file can hold and
+                any number of ranks can load.
         """
         residuals = self._residuals.copies()
         if merged and self.size > 1 and residuals:
@@ -208,10 +221,14 @@ class Hook:
         return checkpoint.pack(str(self.exchange), self.steps, rank, self.size, residuals, self._memory)
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Go on from a checkpoint: this rank's own state, a merged one, or the list of all ranks' states.
+        """Continue from a checkpoint.
 
-        Only the sum of the residuals over the ranks matters, so on another number of ranks each starts from
-        sum / ranks. Refused states leave the hook as it was.
+        Args:
+            state: This rank's own state, a merged one, or the list of all ranks' states. Only the sum of the residuals
+                over the ranks matters, so on another number of ranks each starts from sum / ranks.
+
+        Raises:
+            StateError: If the state is damaged or belongs to another model. The hook then stays as it was.
         """
         states: list[Any] = list(state) if isinstance(state, list | tuple) else [state]
         step, residuals = checkpoint.unpack(states, self.rank, self.size)

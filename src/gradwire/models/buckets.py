@@ -1,8 +1,8 @@
-"""Smaller buckets for a DDP model: the sooner a bucket is full, the more of its journey hides behind backward.
+"""Smaller buckets for a DDP model: the sooner a bucket is full, the more of its communication is hidden by backward.
 
-DDP's default of 25 MB suits links on which a collective costs more than its bytes. On a slow one the last bucket, which
-nothing hides, is what a step waits for. DDP has no call to change the size, so its reducer is made anew, the way DDP
-made it, before it has a hook.
+DDP's default of 25 MB suits links on which the latency of a collective costs more than its bytes. On a slow link a step
+waits for the last bucket, which nothing hides. DDP has no call to change the size, so its reducer is built again, as
+DDP's constructor does, before it has a hook.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from gradwire._torch.ddp import (
 from gradwire.errors import RegisterError, SpecError
 
 SMALLEST_BYTES = 4 << 20
-"""Below, messages cost more than they hide."""
+"""Smaller buckets cost more than they hide."""
 LARGEST_BYTES = 1 << 50
-"""More than any model: one bucket."""
+"""Larger than any model, which is then one bucket."""
 MIB = 1 << 20
 
 log = logging.getLogger("gradwire")
 
 
 def check_bucket_mb(bucket_mb: float | None) -> None:
-    """Raise SpecError for what cannot be a size."""
+    """Raise SpecError unless `bucket_mb` is None or a positive size."""
     known = isinstance(bucket_mb, int | float) and not isinstance(bucket_mb, bool)
     if bucket_mb is not None and not (known and math.isfinite(bucket_mb) and bucket_mb > 0):
         raise SpecError(f"bucket_mb must be a finite number above 0, or None to let gradwire choose; got {bucket_mb!r}")
@@ -44,8 +44,9 @@ def check_bucket_mb(bucket_mb: float | None) -> None:
 def rebucket(model: DistributedDataParallel, params: Sequence[Tensor], bucket_mb: float | None, buckets: int) -> None:
     """Cut the gradients of `params`, those that DDP averages, into buckets of `bucket_mb` (MiB, as `bucket_cap_mb`).
 
-    None cuts a CPU model that has DDP's default into so many `buckets` of at least 4 MiB each, and leaves every other
-    alone: who gave DDP a `bucket_cap_mb` keeps it, and what suits GPUs has not been measured. 0 leaves all alone.
+    If `bucket_mb` is None, a CPU model with DDP's default is cut into `buckets` parts of at least 4 MiB each (0: it is
+    left alone). A model with a `bucket_cap_mb` of its own keeps it, and so does a GPU model, as what suits GPUs has not
+    been measured.
     """
     why_not = _why_not(model, params)
     if bucket_mb is not None and why_not:
@@ -69,7 +70,7 @@ def rebucket(model: DistributedDataParallel, params: Sequence[Tensor], bucket_mb
 
 
 def _why_not(model: Any, params: Sequence[Tensor]) -> str:
-    """What a new reducer would not know of, or would see otherwise than the one that is there."""
+    """Why a new reducer would differ from the current one in more than its buckets; empty if it would not."""
     if has_python_reducer(model):
         return "DDP's compiled reducer"
     if getattr(model, "mixed_precision", None) is not None:

@@ -17,20 +17,20 @@ from gradwire.models.uncopied import LOST
 
 
 def check_group(group: object) -> None:
-    """Raise SpecError unless it is one, or None."""
+    """Raise SpecError unless `group` is a process group or None."""
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise SpecError(f"expected a process group that this rank is in, or None; got {group!r}")
 
 
 def check_model(model: object, wanted: str) -> None:
-    """Raise RegisterError unless it is a DDP model that has no hook yet. `wanted` is the spec to register."""
+    """Raise RegisterError unless `model` is a DDP model without a hook. `wanted` is the spec to register."""
     if not isinstance(model, DistributedDataParallel):
         raise RegisterError(
             f"register() takes a torch.nn.parallel.DistributedDataParallel, got {type(model).__name__}; wrap the model "
             "first: model = DistributedDataParallel(model)"
         )
     if not dist.is_initialized():
-        raise RegisterError("the process group is gone: call torch.distributed.init_process_group() before registering")
+        raise RegisterError("there is no process group: call torch.distributed.init_process_group() before registering")
     if (hooked := comm_hook_of(model)) is not None:
         function, state = hooked
         name = getattr(function, "__qualname__", "?")
@@ -63,7 +63,7 @@ def check_types(params: Sequence[tuple[str, Tensor]], what: str) -> None:
 
 
 def check_parameters(model: DistributedDataParallel, params: Sequence[tuple[str, Tensor]]) -> None:
-    """Raise RegisterError unless there is something to average, of a type and on a device that can be."""
+    """Raise RegisterError unless there are parameters, of types and on a device that can be averaged."""
     check_types(params, "gradients")
     device = params[0][1].device
     try:

@@ -41,7 +41,7 @@ from gradwire.models.uncopied import Uncopied
 log = logging.getLogger("gradwire")
 
 HOST_BLOCKING = ("gloo", "mpi", "ucc")
-"""Backends whose collectives on CPU tensors need lanes; gradwire's lanes are always gloo."""
+"""Backends that block the host, so that their collectives need lanes. gradwire's lanes are always gloo."""
 
 _engines_made: "weakref.WeakKeyDictionary[Any, Iterable[int]]" = weakref.WeakKeyDictionary()
 
@@ -54,13 +54,27 @@ def register(
     bucket_mb: float | None = None,
     **options: object,
 ) -> Hook:
-    """Average the gradients of a DDP model through `spec`. Call it once, on all ranks, before training.
+    """Average the gradients of a DDP model through a hook. Call it once, on all ranks, before training.
 
-    `spec` is text such as `"fp16"` or `"bf16:accumulate=wire"`, or an exchange object; `options` are those of the spec.
-    `"auto"` tries several while the model trains and goes on with the best (`gradwire.auto.pilot`).
-    `chunk_bytes` of gradient travel at a time; leave it alone unless you measure. `bucket_mb` is the size of the
-    buckets that DDP fills: a CPU model that was built without `bucket_cap_mb` gets smaller ones than DDP's 25 MB, see
-    `gradwire.models.buckets`. Errors come out here and not at the first step.
+    Args:
+        model: The model, wrapped in DistributedDataParallel.
+        spec: The hook, such as `"int8"` or `"int4:block=32"`, or an exchange object. `"auto"` tries several hooks while
+            the model trains and continues with the best one.
+        chunk_bytes: How many bytes of gradient travel at a time. The default suits nearly all models.
+        bucket_mb: The size of the buckets that DDP fills, in MiB. By default a CPU model that was built without a
+            `bucket_cap_mb` gets smaller buckets than DDP's 25 MB, so that more of the communication is hidden.
+        options: Options of the spec as keywords.
+
+    Returns:
+        The hook at work: `stats()`, `verify()`, `switch()`, `state_dict()`, `close()`.
+
+    Raises:
+        SpecError: If the spec names an unknown hook or option, or gives an option a value that it cannot take.
+        RegisterError: If the model cannot carry the hook, or if the ranks do not request the same one.
+
+    Example:
+        >>> model = DistributedDataParallel(model)
+        >>> hook = gradwire.register(model, "int8")
     """
     if (settings := auto(spec, **options)) is not None:
         hook = attach(model, Exact(), chunk_bytes=chunk_bytes, bucket_mb=bucket_mb, requested=str(settings))
@@ -78,7 +92,7 @@ def attach(
     bucket_mb: float | None = None,
     requested: str | None = None,
 ) -> Hook:
-    """Give `model` a hook that averages over `group`, by default the model's own."""
+    """Give `model` a hook that averages over `group`, by default the model's own group. See `register`."""
     check_model(model, requested or str(exchange))
     check_group(group)
     params = _named_parameters(model)
@@ -147,7 +161,7 @@ def from_ddp(bucket: Any, name_of: Callable[[Tensor], str]) -> Bucket:
 
 
 class _Carried(Uncopied):
-    """The state DDP carries: the hook, and a weak reference to the model, so that both can be collected."""
+    """The state that DDP passes to the hook. It refers to the model weakly, so that both can be garbage-collected."""
 
     def __init__(self, hook: Hook, model: DistributedDataParallel, group: dist.ProcessGroup) -> None:
         self.hook = hook
@@ -159,7 +173,7 @@ class _Carried(Uncopied):
         self._watch_join(model)
 
     def belongs_to(self, model: object) -> bool:
-        """Not to a copy, whose reducer knows nothing of it."""
+        """Whether `model` is the one that was registered, and not a copy, whose reducer does not call the hook."""
         return self._model() is model
 
     def average(self, bucket: Any) -> Future[Tensor]:
@@ -177,11 +191,11 @@ class _Carried(Uncopied):
         return self.hook.mean(ours, self._scale)
 
     def _watch_join(self, model: DistributedDataParallel) -> None:
-        """A rank that has run out of inputs shadows the others' buckets with zeros: know when."""
+        """Notice when this rank has run out of inputs and takes part in the others' steps with zeros (`Join`)."""
         on_shadowed_backward(model, _Shadow(self, model))
 
     def _count_live(self) -> Callable[[], float] | None:
-        """Under `Join(divide_by_initial_world_size=False)`: the factor from a mean over all to one over live ranks."""
+        """With `Join(divide_by_initial_world_size=False)`: the factor from the mean over all to that over live ranks."""
         model = self._model()
         if model is None or not in_join(model) or divides_by_all_ranks(model):
             return None
@@ -193,7 +207,7 @@ class _Carried(Uncopied):
 
 
 class _Shadow(Uncopied):
-    """What DDP calls for a step of the others when this rank has run out of inputs."""
+    """DDP calls it for a step of the other ranks when this rank has run out of inputs."""
 
     def __init__(self, carried: _Carried, model: DistributedDataParallel) -> None:
         self._carried, self._model = weakref.ref(carried), weakref.ref(model)
@@ -217,7 +231,7 @@ def _runner(group: dist.ProcessGroup, device: torch.device) -> Runner:
         return StreamRunner(group, torch.device("cpu"))
     if device.type != "cpu" and _backend_name(group, device) not in HOST_BLOCKING:
         if slow_link.get() is not None:
-            raise RegisterError(f"an emulated link holds up CPU models only, and this one is on {device.type!r}")
+            raise RegisterError(f"an emulated link slows down CPU models only, and this one is on {device.type!r}")
         return StreamRunner(group, device)
     counter = _engines_made.setdefault(group, itertools.count())
     timeout = timeout_of(group, device)

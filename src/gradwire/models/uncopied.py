@@ -1,4 +1,4 @@
-"""What stays behind when a DDP model is copied or saved whole: DDP copies the states of its hooks along with itself."""
+"""What happens to a hook when its DDP model is copied or saved whole: DDP copies the state of its hook too."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LOST = (
 
 
 class Uncopied:
-    """A copy of the model refers to the same object, which it never calls; in a file there is nothing of it."""
+    """A copy of the model refers to the same object, which it never calls. A file contains a placeholder."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Uncopied:
         return self
@@ -22,12 +22,12 @@ class Uncopied:
 
 
 class Gone:
-    """In its place in a model that was saved whole."""
+    """The placeholder in a model that was saved whole."""
 
     def __call__(self, *args: Any) -> NoReturn:
-        """Nothing can be done with it."""
+        """Raise RegisterError: the hook is lost."""
         raise RegisterError(LOST)
 
     def belongs_to(self, model: object) -> bool:
-        """To none."""
+        """It belongs to no model."""
         return False
