@@ -195,7 +195,7 @@ class _Carried(Uncopied):
         on_shadowed_backward(model, _Shadow(self, model))
 
     def _count_live(self) -> Callable[[], float] | None:
-        """With `Join(divide_by_initial_world_size=False)`: the factor from the mean over all to that over live ranks."""
+        """With `Join(divide_by_initial_world_size=False)`: the factor from a mean over all to one over live ranks."""
         model = self._model()
         if model is None or not in_join(model) or divides_by_all_ranks(model):
             return None
