@@ -1,4 +1,4 @@
-"""Is this tree as fast as another one? Both run `shaped.py` by turns, and step times are compared pair by pair. Needs root.
+"""Is this tree as fast as another one? Both run `shaped.py` by turns, and are compared pair by pair. Needs root.
 
     git worktree add /tmp/before COMMIT
     python benchmarks/ab.py /tmp/before --ranks 2 --rate 1gbit --hooks exact bf16 int8 int4 powersgd:rank=4
@@ -19,6 +19,7 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).parents[1]
+HOOKS = ["noop", "plain", "exact", "bf16", "int8", "int4", "powersgd:rank=4"]
 
 
 def main() -> None:
