@@ -11,6 +11,7 @@ All arithmetic is on integers or in a fixed order, so that ranks on different pr
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from torch import Tensor
 from gradwire.codecs import Codec, Int2, Int3, Int4, Int5, Int6, Int8, Sign
 from gradwire.exchanges.base import Comm
 from gradwire.exchanges.bucket import Bucket, Segment
+from gradwire.exchanges.reference import Reference, coded_mean, coded_message
 from gradwire.kernels.torch.bits import tree_sum
 
 BLOCK = 256
@@ -66,6 +68,27 @@ def allocated_mean_(bucket: Bucket, comm: Comm, bits: int, fairness: float, exem
     (_one_shot_ if one else _two_shot_)(x_BK, spare, layout, comm)
     _join_(bucket, exempt, x_BK, spare)
     _remember(bucket, coded, x_BK)
+
+
+def allocated_reference(
+    buckets: Sequence[Bucket], bits: int, fairness: float, exempt: Sequence[bool], one: bool
+) -> Reference:
+    """The result of `allocated_mean_`, bit for bit. It shares the choice of the widths, and no coding or summing."""
+    first, size = dataclasses.replace(buckets[0], flat=buckets[0].flat.clone()), len(buckets)
+    coded = [segment for segment, out in zip(first.segments, exempt, strict=True) if not out]
+    blocks, rests = zip(*(_split(bucket, exempt) for bucket in buckets), strict=True)
+    energies = [_energy(first, segment) for segment in coded]
+    widths = widths_of(torch.cat(energies), bits, fairness) if energies else torch.empty(0, dtype=torch.int64)
+    mean_BK, rest = torch.zeros_like(blocks[0]), coded_message(rests, [rests[0].numel()], [True], [Int8()], one)[0]
+    order = torch.arange(widths.numel())
+    for part in range(1 if one else size):
+        for width, codec in CODECS.items():
+            rows = order[(order % (1 if one else size) == part) & (widths == width)]
+            values = [x_BK[rows].view(-1) for x_BK in blocks]
+            mean_BK[rows] = coded_mean(values, [codec] * size, None if one else part)[0].view(-1, BLOCK)
+    _join_(first, exempt, mean_BK, rest)
+    _remember(first, coded, mean_BK)
+    return Reference(first.flat, torch.zeros(()))
 
 
 def widths_of(energy: Tensor, bits: int, fairness: float) -> Tensor:
@@ -119,7 +142,7 @@ def _two_shot_(x_BK: Tensor, spare: Tensor, layout: Allocation, comm: Comm) -> N
     for part, wire in enumerate(wires):
         if part != comm.rank:
             _encode(x_BK, spare, part, layout, wire)
-    mean, extra = x_BK / comm.size, spare / comm.size
+    mean, extra = x_BK * (1.0 / comm.size), spare * (1.0 / comm.size)
     for rank, row in enumerate(comm.all_to_all(wires)):
         if rank != comm.rank:
             _add(mean, extra, comm.rank, layout, row, 1.0 / comm.size)
@@ -143,7 +166,7 @@ def _add(x_BK: Tensor, spare: Tensor, part: int, layout: Allocation, wire: Tenso
         values = torch.empty(share.rows.numel() * BLOCK)
         share.codec.decode_(values, wire.narrow(0, share.at, share.wire_bytes), alpha=alpha)
         x_BK.index_add_(0, share.rows, values.view(-1, BLOCK))
-    spare.narrow(0, part * layout.extra, layout.extra).add_(_spare_of(wire, layout), alpha=alpha)
+    spare.narrow(0, part * layout.extra, layout.extra).add_(_spare_of(wire, layout) * alpha)
 
 
 def _spare_of(wire: Tensor, layout: Allocation) -> Tensor:

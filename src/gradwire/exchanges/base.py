@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from gradwire.exchanges.bucket import Bucket
+from gradwire.exchanges.reference import Reference
 from gradwire.spec import changed, write
 
 DEFAULT_BUCKETS = 8
@@ -149,6 +150,23 @@ class Exchange(ABC):
     def traceable(self) -> bool:
         """Whether `torch.compile` can trace `mean_`. It must then keep no state and not depend on the step."""
         return False
+
+    def reference(self, buckets: Sequence[Bucket], residuals: Sequence[Tensor] | None = None) -> Reference | None:
+        """The result of `mean_`, calculated in the plainest way. `gradwire.testing` and `Hook.verify` compare with it.
+
+        It must not use the code of `mean_`, or it would repeat its mistakes. `gradwire.exchanges.reference` has what
+        it can be made of.
+
+        Args:
+            buckets: The gradients of every rank, in the order of the ranks, which stay as they are. All have the same
+                `memory`, which the reference reads and updates as `mean_` does on each rank.
+            residuals: With `takes_residual`, those of every rank. They stay as they are.
+
+        Returns:
+            The mean, its tolerance and the new residuals. None, the default: there is only `bound`, and a simulation
+            of `mean_` without an engine (`gradwire.exchanges.simulated`), to compare with.
+        """
+        return None
 
     def chunk_bytes(self, size: int) -> int:
         """How many bytes of gradient travel at a time on `size` ranks: few enough to overlap, enough to be fast."""

@@ -12,13 +12,14 @@ from torch import Tensor
 
 from gradwire.codecs import Codec
 from gradwire.errors import SpecError
-from gradwire.exchanges.allocate import BLOCK, CODECS, allocated_mean_
+from gradwire.exchanges.allocate import BLOCK, CODECS, allocated_mean_, allocated_reference
 from gradwire.exchanges.base import Comm, Exchange
 from gradwire.exchanges.bucket import Bucket, Segment
 from gradwire.exchanges.exact import all_reduce_
 from gradwire.exchanges.exempt import check_matches, check_pattern, is_exempt
 from gradwire.exchanges.feedback import fed_back
 from gradwire.exchanges.plan import Run, WirePlan, one_shot_, plan, two_shot_
+from gradwire.exchanges.reference import Reference, backend_mean, coded_message, fed, kept
 from gradwire.spec import changed, write
 
 Shots = Literal["auto", "one", "two"]
@@ -118,6 +119,26 @@ class Coded(Exchange):
             return
         with fed_back(flat, residual) as work:
             exchange_(work, split, codec, comm, residual)
+
+    def reference(self, buckets: Sequence[Bucket], residuals: Sequence[Tensor] | None = None) -> Reference:
+        """Bit for bit, except for the order of the sum under `accumulate=wire`, in which each addition rounds once."""
+        first, size, one = buckets[0], len(buckets), self._one_shot(len(buckets))
+        if self.codec.wire_dtype is not None and self.accumulate == "wire":
+            return backend_mean([bucket.flat for bucket in buckets], self.codec.wire_dtype)
+        exempt = [self._exempts(segment) for segment in first.segments]
+        if self.allocate:
+            return allocated_reference(buckets, self.codec.allocatable_bits, self.fairness, exempt, one)
+        values = [fed(bucket, None if residuals is None else residuals[i]) for i, bucket in enumerate(buckets)]
+        numels = [segment.numel for segment in first.segments]
+        if self.codec.align == 1 and not any(exempt):  # without blocks, tensors need no border between them
+            numels, exempt = [sum(numels)], [False]
+        codecs = [self.codec] * size
+        if first.segments:
+            start = first.segments[0]
+            codecs = [self.codec.seeded(rank, first.step, start.name, start.start) for rank in range(size)]
+        mean, lost = coded_message(values, numels, exempt, codecs, one)
+        mean = mean.to(first.flat.dtype)
+        return Reference(mean, torch.zeros(()), kept(mean, residuals, lost))
 
     def plan(self, bucket: Bucket, parts: int) -> WirePlan:
         """Which rank averages what. Codecs with blocks see one tensor at a time."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from gradwire.exchanges.base import Comm, Exchange
 from gradwire.exchanges.bucket import Bucket
+from gradwire.exchanges.reference import Reference, backend_mean
 from gradwire.kernels.memory import empty
 
 
@@ -54,6 +56,10 @@ class Exact(Exchange):
     def mean_(self, bucket: Bucket, comm: Comm, residual: Tensor | None = None) -> None:
         """Divide by the number of ranks, then all-reduce."""
         all_reduce_(bucket.flat, comm)
+
+    def reference(self, buckets: Sequence[Bucket], residuals: Sequence[Tensor] | None = None) -> Reference:
+        """Up to the order of the sum, in which each addition rounds once."""
+        return backend_mean([bucket.flat for bucket in buckets], buckets[0].flat.dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ Each rank of a node sends its own part across, so that a node sends every value 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import os
@@ -21,6 +22,7 @@ from gradwire.errors import SpecError
 from gradwire.exchanges.base import Comm, Exchange, Levels
 from gradwire.exchanges.bucket import Bucket, cut
 from gradwire.exchanges.feedback import fed_back
+from gradwire.exchanges.reference import Reference, fed, join, kept
 from gradwire.kernels.memory import empty
 from gradwire.spec import NestedSpec, write
 
@@ -90,6 +92,36 @@ class TwoLevel(Exchange):
             if inside.size > 1:
                 _gather_(work, part.flat, share, inside)
 
+    def reference(self, buckets: Sequence[Bucket], residuals: Sequence[Tensor] | None = None) -> Reference:
+        """The references of both levels, one after the other: bit for bit where both are."""
+        size, first, node = len(buckets), buckets[0], self.levels(len(buckets)).node
+        values = [fed(bucket, None if residuals is None else residuals[i]) for i, bucket in enumerate(buckets)]
+        works = [dataclasses.replace(bucket, flat=x) for bucket, x in zip(buckets, values, strict=True)]
+        inside = [_reference(self.inside, works[begin : begin + node], None) for begin in range(0, size, node)]
+        share, parts, left = self._share(values[0].numel(), node, len(inside)), [], [torch.zeros_like(x) for x in values]
+        for place in range(node):
+            begin, end = (min(share * border, values[0].numel()) for border in (place, place + 1))
+            means = [dataclasses.replace(works[0], flat=mean.mean[begin:end]) for mean in inside]
+            means = [dataclasses.replace(mean, segments=cut(first.segments, begin, end)) for mean in means]
+            off = torch.stack([mean.tolerance.expand(mean.mean.shape)[begin:end] for mean in inside]).amax(0)
+            parts.append(self._across_reference(means, off, size))
+            for number, lost in enumerate(parts[-1].residuals or ()):
+                left[number * node + place][begin:end] = lost * node
+        whole = join(parts)
+        mean = whole.mean.to(first.flat.dtype)
+        return Reference(mean, whole.tolerance, kept(mean, residuals, left))
+
+    def _across_reference(self, means: Sequence[Bucket], off: Tensor, size: int) -> Reference:
+        """Of one part. Where the level inside is only known within `off`, a value may be rounded to the next code."""
+        zeros = [torch.zeros_like(mean.flat, dtype=torch.float32) for mean in means] if self.takes_residual else None
+        near = []
+        for shift in (off, -off) if off.any() and len(means) > 1 else ():
+            moved = [dataclasses.replace(m, flat=m.flat + shift, memory=copy.deepcopy(m.memory)) for m in means]
+            near.append(_reference(self.across, moved, zeros))
+        result = _reference(self.across, means, zeros)
+        spread = [2.0 * size * (other.mean - result.mean).abs() for other in near]
+        return dataclasses.replace(result, tolerance=result.tolerance + torch.stack([off * size, *spread]).amax(0))
+
     def _share(self, numel: int, node: int, nodes: int) -> int:
         """The number of values of a part: whole blocks, the same for every rank of a node."""
         unit = self.across.align * nodes
@@ -108,6 +140,15 @@ class TwoLevel(Exchange):
     def __str__(self) -> str:
         parts: dict[str, object] = {"inside": NestedSpec(str(self.inside)), "across": NestedSpec(str(self.across))}
         return write("two_level", parts if self.node is None else {**parts, "node": self.node})
+
+
+def _reference(part: Exchange, buckets: Sequence[Bucket], residuals: Sequence[Tensor] | None) -> Reference:
+    """Of one level; a level of one rank has nothing to do."""
+    if len(buckets) > 1 and (result := part.reference(buckets, residuals)) is not None:
+        return result
+    if len(buckets) > 1:
+        raise NotImplementedError(f"two_level: {part} has no reference()")
+    return Reference(buckets[0].flat, torch.zeros(()), residuals and tuple(residuals))
 
 
 def _gather_(flat: Tensor, own: Tensor, share: int, inside: Comm) -> None:

@@ -24,10 +24,10 @@ class Directions(NamedTuple):
 
     def recall(self, bucket: Bucket, group: Matrices, like: Tensor) -> Tensor:
         """Orthonormal directions to start from, (B, R, N). Directions that became zero are replaced by random ones."""
-        kept = [self._kept(bucket, name, group) for name in group.names]
+        kept = [self.kept(bucket, name, group) for name in group.names]
         q = torch.stack(
             [
-                self._random(bucket.step, name, group, like) if old is None else old.to(like.dtype)
+                self.random(bucket.step, name, group, like) if old is None else old.to(like.dtype)
                 for old, name in zip(kept, group.names, strict=True)
             ]
         )
@@ -35,7 +35,7 @@ class Directions(NamedTuple):
         kernel.orthonormalize_(q)
         gone = (q == 0).all(2, keepdim=True)
         if like.device.type != "cpu" or gone.any():  # reading `gone` would synchronise an accelerator
-            fresh = torch.stack([self._random(bucket.step, name, group, like) for name in group.names])
+            fresh = torch.stack([self.random(bucket.step, name, group, like) for name in group.names])
             q = torch.where(gone, fresh, q)
             kernel.orthonormalize_(q)
         return q
@@ -46,12 +46,14 @@ class Directions(NamedTuple):
             for name, q in zip(group.names, q_BRN.float(), strict=True):
                 bucket.memory.setdefault(name, {})[self.key] = q
 
-    def _random(self, step: int, name: str, group: Matrices, like: Tensor) -> Tensor:
+    def random(self, step: int, name: str, group: Matrices, like: Tensor) -> Tensor:
+        """Directions to start from, (R, N), the same on all ranks."""
         seed = zlib.crc32(repr((self.seed, step, name)).encode())
         generator = torch.Generator(like.device).manual_seed(seed)
         shape = (group.matrix_rank, group.stack.cols)
         return torch.randn(shape, generator=generator, dtype=like.dtype, device=like.device)
 
-    def _kept(self, bucket: Bucket, name: str, group: Matrices) -> Tensor | None:
+    def kept(self, bucket: Bucket, name: str, group: Matrices) -> Tensor | None:
+        """The directions of the last step, if there are any for this shape."""
         kept = (bucket.memory or {}).get(name, {}).get(self.key) if self.warm_start else None
         return kept if kept is not None and kept.shape == (group.matrix_rank, group.stack.cols) else None

@@ -33,6 +33,8 @@ from gradwire.exchanges.feedback import working_copy
 from gradwire.exchanges.low_rank.directions import Directions
 from gradwire.exchanges.low_rank.factors import Factors, Uncompressed
 from gradwire.exchanges.low_rank.matrices import Matrices, MatrixLayout, lay_out, lay_out_whole, shape_of
+from gradwire.exchanges.low_rank.reference import exact_reference, reference
+from gradwire.exchanges.reference import Reference
 from gradwire.kernels.torch.low_rank import Stack
 
 Wire = Literal["fp32", "fp16", "bf16", "int8"]
@@ -135,6 +137,14 @@ class LowRank(Exchange):
         uncompressed.clear_pending_(finite)
         for group, new, old in zip(groups, q.factors, started, strict=True):
             directions.keep(bucket, group, torch.where(finite, new, old))
+
+    def reference(self, buckets: Sequence[Bucket], residuals: Sequence[Tensor] | None = None) -> Reference:
+        """The algorithm in float64: within 1e-4 of the largest value of a matrix, and the error bound of `wire`."""
+        layout, step = self.lay_out(buckets[0]), buckets[0].step
+        if step < self.warmup or not layout.matrices:
+            return exact_reference(buckets, residuals)
+        rows = [self._rows(step, group) for group in layout.matrices]
+        return reference(buckets, residuals, layout, rows, self._directions, self._codec(), self.iterations)
 
     def lay_out(self, bucket: Bucket) -> MatrixLayout:
         """Which tensors of a bucket are approximated, and which travel exactly."""

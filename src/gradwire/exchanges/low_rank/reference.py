@@ -1,0 +1,137 @@
+"""The reference of PowerSGD: the algorithm of the paper, matrix after matrix, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradwire.codecs import Codec
+from gradwire.exchanges.bucket import Bucket
+from gradwire.exchanges.low_rank.directions import Directions
+from gradwire.exchanges.low_rank.matrices import Matrices, MatrixLayout
+from gradwire.exchanges.reference import Reference, backend_mean, coded_message, fed, kept
+from gradwire.kernels.torch.low_rank import DEPENDENT
+
+ROUNDING = 1e-4
+"""What float32 may lose of the largest value of a matrix, in two products and an orthonormalization."""
+
+
+class Matrix(NamedTuple):
+    """One matrix of a bucket, and the directions Q (R, N) that it starts from."""
+
+    group: Matrices
+    name: str
+    where: slice
+    q_RN: Tensor
+    synced: slice
+    """The rows whose residuals are averaged in this step."""
+
+    def of(self, flat: Tensor) -> Tensor:
+        """The matrix (M, N), as a view."""
+        return flat[self.where].view(self.group.stack.rows, self.group.stack.cols)
+
+
+def exact_reference(buckets: Sequence[Bucket], residuals: Sequence[Tensor] | None) -> Reference:
+    """The mean including the residuals, up to what the type of the gradients cannot represent."""
+    dtype = buckets[0].flat.dtype
+    totals = [fed(bucket, None if residuals is None else residuals[i]) for i, bucket in enumerate(buckets)]
+    sent = [total.to(dtype) for total in totals]
+    result = backend_mean(sent, dtype)
+    left = [total - own for total, own in zip(totals, sent, strict=True)]
+    return Reference(result.mean, result.tolerance, kept(result.mean, residuals, left))
+
+
+def reference(
+    buckets: Sequence[Bucket],
+    residuals: Sequence[Tensor] | None,
+    layout: MatrixLayout,
+    synced: Sequence[slice],
+    directions: Directions,
+    codec: Codec | None,
+    iterations: int,
+) -> Reference:
+    """P = orthonormal(mean of A Q), Q = mean of Aᵀ P, result P Qᵀ, where A is a rank's gradient and its residual.
+
+    `synced` are the rows of each group's matrices whose residuals are averaged over the ranks.
+    """
+    a = [fed(bucket, None if residuals is None else residuals[i]).double() for i, bucket in enumerate(buckets)]
+    matrices = _matrices(buckets[0], layout, synced, directions)
+    mean, tolerance = torch.stack(a).mean(0), len(a) * torch.finfo(torch.float32).eps * torch.stack(a).abs().mean(0)
+    q = [matrix.q_RN for matrix in matrices]
+    for iteration in range(iterations):
+        p, _ = _average([[q_RN @ m.of(own).T for m, q_RN in zip(matrices, q, strict=True)] for own in a], codec)
+        p = [orthonormal(p_RM) for p_RM in p]
+        if iteration == 0 and residuals is not None:
+            _sync_(matrices, a, residuals)
+        q, sent = _average([[p_RM @ m.of(own) for m, p_RM in zip(matrices, p, strict=True)] for own in a], codec)
+    left = [torch.zeros_like(own) for own in a]
+    for i, matrix in enumerate(matrices):
+        matrix.of(mean).copy_(p[i].T @ q[i])
+        for own, lost, parts in zip(a, left, sent, strict=True):
+            matrix.of(lost).copy_(matrix.of(own) - p[i].T @ parts[i])
+        largest = max(float(own[matrix.where].abs().max()) for own in a)
+        tolerance[matrix.where] = largest * (ROUNDING + (0.0 if codec is None else codec.bound))
+    _keep(buckets[0], matrices, q if torch.isfinite(mean).all() else [m.q_RN for m in matrices], directions)
+    dtype = buckets[0].flat.dtype
+    if dtype.itemsize < 4:
+        tolerance += torch.finfo(dtype).eps * mean.abs()
+    return Reference(mean.to(dtype), tolerance, kept(mean, residuals, left))
+
+
+def _keep(bucket: Bucket, matrices: Sequence[Matrix], q: Sequence[Tensor], directions: Directions) -> None:
+    for matrix, q_RN in zip(matrices, q, strict=True):
+        directions.keep(bucket, matrix.group._replace(names=(matrix.name,)), q_RN[None])
+
+
+def _matrices(bucket: Bucket, layout: MatrixLayout, synced: Sequence[slice], directions: Directions) -> list[Matrix]:
+    """Every matrix by itself, with directions from the memory, or random ones in place of those that are zero."""
+    like = torch.empty(0, dtype=torch.float64 if bucket.flat.dtype == torch.float64 else torch.float32)
+    matrices = []
+    for group, rows in zip(layout.matrices, synced, strict=True):
+        start, stride, _, height, width = group.stack
+        for i, name in enumerate(group.names):
+            fresh = directions.random(bucket.step, name, group, like).double()
+            old = directions.kept(bucket, name, group)
+            q_RN = orthonormal(fresh if old is None else old.double())
+            gone = (q_RN == 0).all(1, keepdim=True)
+            where = slice(start + i * stride, start + i * stride + height * width)
+            matrices.append(Matrix(group, name, where, orthonormal(torch.where(gone, fresh, q_RN)), rows))
+    return matrices
+
+
+def _sync_(matrices: Sequence[Matrix], a: Sequence[Tensor], residuals: Sequence[Tensor]) -> None:
+    """Replace the residual inside A by the mean over the ranks, in the rows whose turn it is."""
+    everyone = torch.stack([residual.double() for residual in residuals])
+    for matrix in matrices:
+        for own, residual in zip(a, everyone, strict=True):
+            moved = matrix.of(everyone.mean(0)) - matrix.of(residual)
+            matrix.of(own)[matrix.synced] += moved[matrix.synced]
+
+
+def _average(factors: Sequence[Sequence[Tensor]], codec: Codec | None) -> tuple[list[Tensor], list[list[Tensor]]]:
+    """The mean over the ranks of each thin matrix, and what every rank has sent of it."""
+    if codec is None:
+        return [torch.stack(each).mean(0) for each in zip(*factors, strict=True)], [list(own) for own in factors]
+    shapes, size = [factor.shape for factor in factors[0]], len(factors)
+    messages = [torch.cat([factor.reshape(-1) for factor in own]).float() for own in factors]
+    numels = [length for directions, length in shapes for _ in range(directions)]
+    mean, lost = coded_message(messages, numels, [False] * len(numels), [codec] * size, size <= 2)
+    flats = [mean, *(own - gone for own, gone in zip(messages, lost, strict=True))]
+    split = [flat.double().split([shape.numel() for shape in shapes]) for flat in flats]
+    result, *sent = [[part.view(shape) for part, shape in zip(parts, shapes, strict=True)] for parts in split]
+    return result, sent
+
+
+def orthonormal(rows: Tensor) -> Tensor:
+    """Gram-Schmidt, twice over. A row that depends on those before it becomes zero."""
+    done: list[Tensor] = []
+    for row in rows:
+        left = row
+        for other in (*done, *done):
+            left = left - (left @ other) * other
+        dependent = bool(row.norm().isfinite()) and bool(left.norm() <= DEPENDENT * row.norm())
+        done.append(torch.zeros_like(row) if dependent else left / left.norm())
+    return torch.stack(done)
