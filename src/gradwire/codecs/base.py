@@ -110,7 +110,7 @@ class Codec(ABC):
 
     def reduced(self, own: Tensor, wires: Tensor, skip: int, alpha: float) -> Tensor:
         """The sum that `reduce_` encodes."""
-        total = torch.mul(own, alpha, out=new_total(own))
+        total = new_total(own).copy_(own).mul_(alpha)  # own * alpha would be rounded to the type of own
         for rank, other in enumerate(wires):
             if rank != skip:
                 self.decode_(total, other, alpha=alpha, add=True)

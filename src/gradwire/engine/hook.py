@@ -74,6 +74,8 @@ class Hook:
         """Chooses the exchange, if the spec is `auto`."""
         self._chunk_bytes = chunk_bytes
         self._params = params
+        self.replicated = params
+        """What must be the same on all ranks, for `verify`: all parameters, those without a gradient too."""
         self._traced = traced
         self._residuals = Residuals()
         self._memory: Memory = {}
@@ -119,7 +121,7 @@ class Hook:
         exchange, residuals = self.exchange, self._residuals
         if bucket.flat.is_sparse:
             return [_job(Exact(), bucket, None, scale)]
-        chunks = self._chunks(bucket)
+        chunks = self.chunks(bucket)
         sizes = [chunk.flat.numel() for chunk in chunks]
         if exchange.takes_residual:
             parts = residuals.of(bucket).split(sizes)
@@ -133,10 +135,15 @@ class Hook:
         if self.after_mean is not None:
             self.after_mean(bucket)
 
-    def try_out(self, bucket: Bucket) -> None:
-        """Average a bucket in place and wait for it, as after the warm-up, without feedback and statistics."""
-        bucket = dataclasses.replace(bucket, step=max(self.steps, self.exchange.warmup))
-        jobs = [_job(self.exchange, chunk) for chunk in self._chunks(bucket)]
+    def try_out(self, bucket: Bucket, residual: Tensor | None = None) -> None:
+        """Average a bucket in place and wait for it, as after the warm-up. It leaves state and statistics alone.
+
+        What the exchange keeps goes to `residual` and to the bucket's own `memory`, if there are any.
+        """
+        bucket = dataclasses.replace(bucket, step=max(bucket.step, self.steps, self.exchange.warmup))
+        chunks = self.chunks(bucket)
+        parts = [None] * len(chunks) if residual is None else residual.split([chunk.flat.numel() for chunk in chunks])
+        jobs = [_job(self.exchange, *pair) for pair in zip(chunks, parts, strict=True)]
         self.runner.submit(jobs, bucket.flat, counted=False).wait()
 
     def run(self, job: Job) -> None:
@@ -144,7 +151,7 @@ class Hook:
         self._check_open()
         self.runner.run(job)
 
-    def _chunks(self, bucket: Bucket) -> list[Bucket]:
+    def chunks(self, bucket: Bucket) -> list[Bucket]:
         """Equal parts near the wanted size, cut at whole blocks of every rank's share, or between tensors."""
         flat, unit = bucket.flat, self.size * self.exchange.align
         wanted = self._chunk_bytes or self.exchange.chunk_bytes(self.size)
@@ -172,13 +179,27 @@ class Hook:
     def steps(self, count: int) -> None:
         self._steps.count = count
 
-    def verify(self) -> Verification:
-        """Check the hook on the model as it is. All ranks together, between steps.
+    @property
+    def fired(self) -> int:
+        """Steps averaged by this process since registration, or since a checkpoint was loaded."""
+        return self._steps.seen
 
-        The hook has run on every rank; all ranks hold the same parameters, bit for bit; and on gradients of the
-        model's own shapes and scales the average is within the exchange's bound of the exact mean.
+    def verify(self) -> Verification:
+        """Check the hook on the model as it is. All ranks together, between steps; training goes on as if without it.
+
+        The hook must have run on every rank since registration, or since a checkpoint was loaded, and all ranks must
+        hold the same parameters, frozen ones too. Then it averages gradients of the model's own shapes and scales, for
+        three steps with a state of their own, the last with an inf. The results must be the same bits on all ranks,
+        equal those of the exchange's reference and be within its bound. Of a large bucket only whole tensors of
+        together 4 million values divided by the number of ranks are compared.
+
+        Returns:
+            What was checked and measured; `str()` of it is one line for a log.
+
+        Raises:
+            VerifyError: On all ranks, if any of this does not hold on any rank.
         """
-        return verify(self, list(self._params()))
+        return verify(self, list(self.replicated()))
 
     def switch(self, spec: str | Exchange, **options: object) -> None:
         """Use another hook from the next step on. All ranks together, between steps. It ends `auto`.
@@ -240,7 +261,7 @@ class Hook:
             checkpoint.warn_if_other(states[0], str(self.exchange))
         self._residuals.load({name: value.to(self.device) for name, value in residuals.items()})
         self._memory = memory
-        self.steps = step
+        self._steps = Steps(step)
 
     def scale_state(self, factor: float) -> None:
         """Multiply all residuals, when the unit of the gradients changes: by new loss scale / old loss scale, say."""

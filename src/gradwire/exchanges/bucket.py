@@ -172,9 +172,11 @@ def _real(tensor: Tensor) -> Tensor:
 class Steps:
     """Decides where a step begins, from the indices of the buckets that arrive. The only place that does."""
 
-    def __init__(self) -> None:
-        self.count = 0
-        """The number of steps that have begun."""
+    def __init__(self, count: int = 0) -> None:
+        self.count = count
+        """The number of steps that have begun, those before a checkpoint included."""
+        self.seen = 0
+        """Of those, the ones that this object has seen begin."""
         self._last_index = -1
 
     def begins_with(self, index: int) -> bool:
@@ -190,4 +192,5 @@ class Steps:
         first = self.begins_with(index) if first is None else first
         self._last_index = index
         self.count += first
+        self.seen += first
         return first

@@ -138,7 +138,10 @@ class Coded(Exchange):
             codecs = [self.codec.seeded(rank, first.step, start.name, start.start) for rank in range(size)]
         mean, lost = coded_message(values, numels, exempt, codecs, one)
         mean = mean.to(first.flat.dtype)
-        return Reference(mean, torch.zeros(()), kept(mean, residuals, lost))
+        # Residuals are float32: those of float64 gradients round, and a value may land on the next code.
+        largest = max((float(x.nan_to_num(0.0, 0.0, 0.0).abs().max()) for x in values if x.numel()), default=0.0)
+        off = size * largest * min(self.codec.bound, 1.0) if mean.dtype == torch.float64 else 0.0
+        return Reference(mean, torch.tensor(off), kept(mean, residuals, lost))
 
     def plan(self, bucket: Bucket, parts: int) -> WirePlan:
         """Which rank averages what. Codecs with blocks see one tensor at a time."""

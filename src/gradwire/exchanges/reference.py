@@ -104,6 +104,8 @@ def backend_mean(values: Sequence[Tensor], dtype: torch.dtype) -> Reference:
     shares = torch.stack([value.div(size).to(dtype).double() for value in values])
     mean = shares.sum(0).to(dtype)
     off = torch.zeros(()) if size <= 2 else shares.abs().sum(0) * ((size - 1) * torch.finfo(dtype).eps)
+    if size > 2 and values[0].dtype.itemsize < 4:
+        off += torch.finfo(values[0].dtype).eps * mean.double().abs()
     return Reference(mean.to(values[0].dtype), off)
 
 

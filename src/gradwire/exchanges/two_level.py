@@ -95,7 +95,7 @@ class TwoLevel(Exchange):
     def reference(self, buckets: Sequence[Bucket], residuals: Sequence[Tensor] | None = None) -> Reference:
         """The references of both levels, one after the other: bit for bit where both are."""
         size, first, node = len(buckets), buckets[0], self.levels(len(buckets)).node
-        values = [fed(bucket, None if residuals is None else residuals[i]) for i, bucket in enumerate(buckets)]
+        values = [b.flat if residuals is None else fed(b, residuals[i]) for i, b in enumerate(buckets)]
         works = [dataclasses.replace(bucket, flat=x) for bucket, x in zip(buckets, values, strict=True)]
         inside = [_reference(self.inside, works[begin : begin + node], None) for begin in range(0, size, node)]
         share, parts, left = self._share(values[0].numel(), node, len(inside)), [], [torch.zeros_like(x) for x in values]

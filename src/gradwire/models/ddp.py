@@ -95,7 +95,7 @@ def attach(
     """Give `model` a hook that averages over `group`, by default the model's own group. See `register`."""
     check_model(model, requested or str(exchange))
     check_group(group)
-    params = _named_parameters(model)
+    params, replicated = _named_parameters(model), _named_parameters(model, frozen=True)
     check_parameters(model, params())
     if chunk_bytes is not None and (not isinstance(chunk_bytes, int) or chunk_bytes < 1024):
         raise SpecError(f"chunk_bytes must be a whole number of at least 1024, got {chunk_bytes!r}")
@@ -105,6 +105,7 @@ def attach(
         raise RegisterError(f"{requested} counts steps, which DDP's compiled reducer hides; name a hook instead")
     group = group or model.process_group
     hook = make_hook(exchange, group, params()[0][1].device, chunk_bytes, params, requested=requested, traced=traced)
+    hook.replicated = replicated
     try:
         if hook.size > 1:
             hook.agree("bucket_mb", "default" if bucket_mb is None else str(float(bucket_mb)))
@@ -243,12 +244,14 @@ def _backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     return str(backend_of(group, device).name()).lower()
 
 
-def _named_parameters(model: DistributedDataParallel) -> Callable[[], list[tuple[str, Tensor]]]:
-    """The parameters that DDP averages, by name, without keeping the model alive."""
+def _named_parameters(
+    model: DistributedDataParallel, *, frozen: bool = False
+) -> Callable[[], list[tuple[str, Tensor]]]:
+    """The parameters that DDP averages now, or all that it was built with, by name, without keeping the model alive."""
     module, ignored = weakref.ref(model.module), set(model.parameters_to_ignore)
 
     def params() -> list[tuple[str, Tensor]]:
         named = [] if (alive := module()) is None else alive.named_parameters()
-        return [(name, param) for name, param in named if param.requires_grad and name not in ignored]
+        return [(name, param) for name, param in named if (frozen or param.requires_grad) and name not in ignored]
 
     return params

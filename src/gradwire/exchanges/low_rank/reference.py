@@ -72,12 +72,12 @@ def reference(
         matrix.of(mean).copy_(p[i].T @ q[i])
         for own, lost, parts in zip(a, left, sent, strict=True):
             matrix.of(lost).copy_(matrix.of(own) - p[i].T @ parts[i])
-        largest = max(float(own[matrix.where].abs().max()) for own in a)
+        largest = max(float(own[matrix.where].nan_to_num(0.0, 0.0, 0.0).abs().max()) for own in a)
         tolerance[matrix.where] = largest * (ROUNDING + (0.0 if codec is None else codec.bound))
     _keep(buckets[0], matrices, q if torch.isfinite(mean).all() else [m.q_RN for m in matrices], directions)
     dtype = buckets[0].flat.dtype
     if dtype.itemsize < 4:
-        tolerance += torch.finfo(dtype).eps * mean.abs()
+        tolerance += torch.finfo(dtype).eps * mean.nan_to_num(0.0, 0.0, 0.0).abs()
     return Reference(mean.to(dtype), tolerance, kept(mean, residuals, left))
 
 

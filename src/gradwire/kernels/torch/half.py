@@ -62,7 +62,7 @@ def sum_fp16_(out: Tensor, wires: Tensor, factors: Tensor) -> Tensor:
 
 def reduced_fp16_(out: Tensor, own: Tensor, wires: Tensor, skip: int, factors: Tensor, alpha: float) -> Tensor:
     """`out = alpha * own + sum(row * its factor)` over all rows but one, in their order."""
-    torch.mul(own, alpha, out=out)
+    out.copy_(own).mul_(alpha)  # own * alpha would be rounded to the type of own
     for rank, (halves, factor) in enumerate(zip(wires, factors, strict=True)):
         if rank != skip:
             from_fp16_(out, halves, factor, True)

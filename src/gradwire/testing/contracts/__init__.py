@@ -1,9 +1,19 @@
 """The laws that every codec and every exchange must keep, as checks that raise AssertionError.
 
-Plug-in authors can run them over their own: `for check in CODEC_CHECKS: check(codec)`.
+Authors of plug-ins run all of them with `gradwire.testing.check_codec(codec)` and `check_exchange(exchange)`, or one
+test per contract with `pytest.mark.parametrize("check", CODEC_CHECKS)`.
 """
 
-from gradwire.testing.contracts.codecs import CODEC_CHECKS, gaussian
-from gradwire.testing.contracts.exchanges import EXCHANGE_CHECKS
+from gradwire.testing.contracts.codecs import CODEC_CHECKS, check_codec, gaussian, heavy_tailed, layered
+from gradwire.testing.contracts.exchanges import EXCHANGE_CHECKS, check_exchange, check_rejects_mutants
 
-__all__ = ["CODEC_CHECKS", "EXCHANGE_CHECKS", "gaussian"]
+__all__ = [
+    "CODEC_CHECKS",
+    "EXCHANGE_CHECKS",
+    "check_codec",
+    "check_exchange",
+    "check_rejects_mutants",
+    "gaussian",
+    "heavy_tailed",
+    "layered",
+]

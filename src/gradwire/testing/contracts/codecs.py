@@ -22,6 +22,16 @@ def gaussian(numel: int, seed: int = 0, scale: float = 1.0) -> Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(seed)) * scale
 
 
+def heavy_tailed(numel: int, seed: int = 0, scale: float = 1.0) -> Tensor:
+    """Values of which a few are thousands of times larger than most, as in gradients of embeddings."""
+    return gaussian(numel, seed, scale) * gaussian(numel, seed + 1_000_000, 2.0).exp()
+
+
+def layered(numel: int, seed: int = 0, scale: float = 1.0) -> Tensor:
+    """Normal values in 8 runs, each 10 times smaller than the one before, like the layers of a deep model."""
+    return gaussian(numel, seed, scale) * 10.0 ** -(torch.arange(numel) * 8 // max(numel, 1)).float()
+
+
 def check_wire_size(codec: Codec) -> None:
     """The size of the wire is known from the number of values alone, and is a multiple of 4."""
     for numel in SIZES:
@@ -156,3 +166,20 @@ CODEC_CHECKS: tuple[Callable[[Codec], None], ...] = (
     check_fused,
     check_no_host_sync,
 )
+
+
+def check_codec(codec: Codec) -> None:
+    """Run every contract on one codec.
+
+    Args:
+        codec: The codec, for instance `gradwire.codecs.CODECS["int8"]()`.
+
+    Raises:
+        AssertionError: The first contract that does not hold.
+
+    Example:
+        >>> from gradwire.testing import check_codec
+        >>> check_codec(CODECS["int4"](block=32))
+    """
+    for check in CODEC_CHECKS:
+        check(codec)

@@ -2,63 +2,173 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from gradwire.engine.hook import Hook
 from gradwire.exchanges import Exchange
-from gradwire.exchanges.bucket import Bucket, make_bucket
-from gradwire.testing.contracts.codecs import gaussian
+from gradwire.exchanges.bucket import Bucket, Memory, make_bucket
+from gradwire.exchanges.reference import Reference
+from gradwire.exchanges.simulated import expected
+from gradwire.testing.contracts.codecs import gaussian, heavy_tailed
+from gradwire.testing.mutants import mutants
 from gradwire.testing.threads import Rank, thread_ranks
 
+SHAPES = ((40, 64), (50,), (33, 40), (3, 7), (700,))
+SIZES = (0, 1, 5, 1000, 40_003)
+INF_STEP, STEPS = 2, 4
+Inputs = Callable[[int, int], list[Bucket]]
+"""The buckets of a rank (first) in a step (second)."""
 
-def check_mean(exchange: Exchange, size: int) -> None:
-    """Bit-identical on all ranks and within the stated bound, for whole and ragged sizes and several chunks."""
-    bound = exchange.bound(size)
-    for numel in (0, 1, 5, 1000, 40_003):
-        inputs = [gaussian(numel, seed=rank, scale=10.0**rank) for rank in range(size)]
-        means = thread_ranks(size, lambda rank, xs=inputs: _mean(rank, exchange, xs[rank.rank]))  # type: ignore[misc]
-        if bound is None:
-            assert all(torch.equal(mean, own) for mean, own in zip(means, inputs, strict=True))
+
+# -- comparing with the reference --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """What a hook has made of one bucket on one rank."""
+
+    chunks: Sequence[Bucket]
+    """The chunks before averaging."""
+    result: Tensor
+    residual: Tensor | None
+
+
+def check_reference(exchange: Exchange, size: int) -> None:
+    """Every step gives the result of the exchange's reference, the same bits on all ranks, within the stated bound.
+
+    The inputs are normal, layered (tensors of very different scales), heavy-tailed, zero, 16 bits wide and of ragged
+    sizes, in several chunks; one step has an inf on the last rank.
+    """
+    everyone = thread_ranks(size, lambda rank: observe(rank, exchange, all_inputs), 60.0)
+    wanted = references(exchange, everyone)
+    compare(exchange, everyone, wanted)
+    first = len(all_inputs(0, 0))
+    for ranks in zip(*(own[:first] for own in everyone), strict=True):  # the first step has no residual yet
+        if exchange.averages:
+            _check_bound(exchange, [torch.cat([c.flat for c in own.chunks]) for own in ranks], ranks[0].result)
+
+
+def check_many_in_flight(exchange: Exchange, size: int) -> None:
+    """Dozens of buckets at once, step after step: each gets its own result, whatever the threads do."""
+
+    def inputs(rank: int, step: int) -> list[Bucket]:
+        return [_bucket(gaussian(100 + 137 * i, seed=step + rank), i) for i in range(24)]
+
+    everyone = thread_ranks(size, lambda rank: observe(rank, exchange, inputs, steps=2, chunk_bytes=1024), 60.0)
+    compare(exchange, everyone, references(exchange, everyone))
+
+
+def observe(
+    rank: Rank, exchange: Exchange, inputs: Inputs, *, steps: int = STEPS, chunk_bytes: int = 16_384
+) -> list[Observed]:
+    """Average the buckets of some steps through a hook."""
+    hook, seen = rank.hook(exchange, chunk_bytes=chunk_bytes), []
+    for step in range(steps):
+        buckets = inputs(rank.rank, step)
+        if step == INF_STEP and rank.rank == rank.size - 1:
+            for bucket in buckets:
+                bucket.flat[bucket.flat.numel() // 2 :][:1] = math.inf
+        chunks = [hook.chunks(dataclasses.replace(bucket, flat=bucket.flat.clone(), step=step)) for bucket in buckets]
+        for bucket in buckets:
+            hook.begin(bucket)
+        hook.steps = step + 1
+        for future in [hook.mean(bucket) for bucket in buckets]:
+            future.wait()
+        kept = hook.state_dict()["residuals"]
+        for bucket, before in zip(buckets, chunks, strict=True):
+            residual = torch.cat([kept[name] for name in bucket.names]) if bucket.names[0] in kept else None
+            seen.append(Observed(before, bucket.flat, residual))
+    return seen
+
+
+def references(exchange: Exchange, everyone: Sequence[Sequence[Observed]]) -> list[Reference | None]:
+    """The reference of every observation, from the inputs of all ranks; None where there is none."""
+    wanted, memory, residuals = [], Memory(), dict[tuple[str, ...], Sequence[Tensor] | None]()
+    for ranks in zip(*everyone, strict=True):
+        if len(ranks) == 1 or not exchange.averages:
+            wanted.append(None)
             continue
-        assert all(torch.equal(mean, means[0]) for mean in means), numel
-        doubles = torch.stack(inputs).double()
-        rms = float(doubles.square().sum(1).mean().sqrt()) or 1.0
-        error = float((means[0].double() - doubles.mean(0)).norm()) / rms
-        assert error <= bound, (numel, error, bound)
+        names = tuple(name for chunk in ranks[0].chunks for name in chunk.names)
+        numel = ranks[0].result.numel()
+        zeros = [torch.zeros(numel) for _ in ranks] if exchange.takes_residual else None
+        chunks = [[dataclasses.replace(chunk, memory=memory) for chunk in own.chunks] for own in ranks]
+        result = expected(exchange, chunks, residuals.get(names, zeros)) if numel else None
+        residuals[names] = None if result is None else result.residuals
+        wanted.append(result)
+    return wanted
+
+
+def compare(
+    exchange: Exchange, everyone: Sequence[Sequence[Observed]], wanted: Sequence[Reference | None]
+) -> None:
+    """Raise AssertionError unless every observation is that of its reference, with the same bits on all ranks."""
+    for number, (result, *ranks) in enumerate(zip(wanted, *everyone, strict=True)):
+        for rank, own in enumerate(ranks):
+            what = f"{exchange}, bucket {number}, rank {rank} of {len(ranks)}"
+            if len(ranks) == 1 or not exchange.averages:
+                before = torch.cat([chunk.flat for chunk in own.chunks])
+                assert _same_bits(own.result, before), f"{what}: the gradients have changed"
+                continue
+            assert _same_bits(own.result, ranks[0].result), f"{what}: the bits differ from rank 0"
+            if result is not None:
+                text = (rank == 0 and result.difference(own.result)) or result.residual_difference(rank, own.residual)
+                assert not text, f"{what}: {text}"
+
+
+def all_inputs(rank: int, step: int) -> list[Bucket]:
+    """Buckets of every kind, for one rank and step."""
+    kinds = [layered_input(rank, step, index) for index in range(5)]
+    sizes = SIZES if step < 2 else ()
+    return [*kinds, *(_bucket(gaussian(n, seed=100 * step + rank, scale=10.0**rank), 10 + n) for n in sizes)]
+
+
+def layered_input(rank: int, step: int, kind: int = 1) -> Bucket:
+    """One bucket: of normal (0), layered (1), heavy-tailed (2), zero (3) or bfloat16 (4) values. Ranks differ in scale."""
+    grads = []
+    for place, shape in enumerate(SHAPES):
+        make = heavy_tailed if kind == 2 else gaussian
+        values = make(math.prod(shape), seed=1000 * step + 10 * rank + place).view(shape) * (1.0 + 0.5 * rank)
+        scale = {1: 10.0 ** (2 - 2 * place), 3: 0.0}.get(kind, 1.0)
+        grads.append((values * scale).to(torch.bfloat16 if kind == 4 else torch.float32))
+    return make_bucket(grads, [f"{kind}.{place}" for place in range(len(grads))], kind)
+
+
+def _check_bound(exchange: Exchange, inputs: Sequence[Tensor], result: Tensor) -> None:
+    doubles, bound = torch.stack(list(inputs)).double(), exchange.bound(len(inputs))
+    assert bound is not None, f"{exchange} averages, so it must state a bound"
+    rms = float(doubles.square().sum(1).mean().sqrt()) or 1.0
+    error, slack = float((result.double() - doubles.mean(0)).norm()) / rms, len(inputs) * torch.finfo(result.dtype).eps
+    assert error <= bound + slack, f"{exchange}: error {error:.3g} of {result.numel()} values, bound {bound:.3g}"
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+# -- laws --------------------------------------------------------------------------------------------------------------
 
 
 def check_non_finite_reaches_all(exchange: Exchange, size: int) -> None:
     """An inf or NaN on one rank is in every rank's average."""
-    for bad in (math.inf, math.nan):
-        inputs = [gaussian(5000, seed=rank) for rank in range(size)]
-        inputs[-1][1234] = bad
-        means = thread_ranks(size, lambda rank, xs=inputs: _mean(rank, exchange, xs[rank.rank]))  # type: ignore[misc]
-        assert not any(torch.isfinite(mean[1234]) for mean in means[-1 if exchange.bound(size) is None else 0 :])
-
-
-def check_many_in_flight(exchange: Exchange, size: int) -> None:
-    """Dozens of buckets at once, step after step: each gets its own mean, whatever the threads do."""
 
     def run(rank: Rank) -> list[Tensor]:
-        hook, means = rank.hook(exchange, chunk_bytes=1024), []
-        for step in range(2):
-            buckets = [_bucket(_sized(i, step + rank.rank), i) for i in range(24)]
-            for future in [hook.mean(bucket) for bucket in buckets]:
-                future.wait()
-            means += [bucket.flat for bucket in buckets]
-        return means
+        hook, buckets = rank.hook(exchange, chunk_bytes=16_384), []
+        for index, bad in enumerate((math.inf, math.nan)):
+            values = gaussian(5000, seed=rank.rank)
+            values[1234] = bad if rank.rank == size - 1 else values[1234]
+            buckets.append(_bucket(values, index))
+            hook.mean(buckets[-1]).wait()
+        return [bucket.flat for bucket in buckets]
 
     everyone = thread_ranks(size, run)
-    for position, means in enumerate(zip(*everyone, strict=True)):
-        step, index = divmod(position, 24)
-        exact = torch.stack([_sized(index, step + rank) for rank in range(size)]).double().mean(0)
-        if (bound := exchange.bound(size)) is not None:
-            assert all(torch.equal(mean, means[0]) for mean in means)
-            assert float((means[0].double() - exact).norm()) <= 2 * bound * math.sqrt(exact.numel())
+    for means in everyone if exchange.averages else everyone[-1:]:
+        assert not any(torch.isfinite(mean[1234]) for mean in means)
 
 
 def check_conservation(exchange: Exchange, size: int) -> None:
@@ -111,12 +221,6 @@ def check_traffic(exchange: Exchange, size: int) -> None:
     assert all(sent <= limit for sent in thread_ranks(size, run))
 
 
-def _mean(rank: Rank, exchange: Exchange, values: Tensor) -> Tensor:
-    hook, bucket = rank.hook(exchange, chunk_bytes=16_384), _bucket(values)
-    hook.mean(bucket).wait()
-    return bucket.flat
-
-
 def _bucket(values: Tensor, index: int = 0) -> Bucket:
     """A square matrix, and one row with what is left: vectors may be exempt from coding."""
     side = math.isqrt(values.numel())
@@ -128,10 +232,6 @@ def _residual(hook: Hook) -> Tensor:
     """What is kept for a bucket, in its order."""
     kept = hook.state_dict()["residuals"]
     return torch.cat([kept["0.square"], kept["0.row"]])
-
-
-def _sized(index: int, seed: int) -> Tensor:
-    return gaussian(100 + 137 * index, seed=seed)
 
 
 def _input(rank: int, step: int, numel: int) -> Tensor:
@@ -148,11 +248,69 @@ def _with_feedback(
     return means, _residual(hook)
 
 
+def check_rejects_mutants(exchange: Exchange, size: int) -> None:
+    """The comparison with the reference rejects every mutant of the exchange, so it is worth something.
+
+    It needs an exchange with a `reference`; a mutant that changes nothing is an error too.
+    """
+
+    def inputs(rank: int, step: int) -> list[Bucket]:
+        return [layered_input(rank, step)]
+
+    def run(rank: Rank) -> dict[str, list[Observed]]:
+        return {name: observe(rank, made, inputs) for name, made in {"": exchange, **wrong}.items()}
+
+    wrong = mutants(exchange)
+    everyone = thread_ranks(size, run, 100.0)
+    right = [own[""] for own in everyone]
+    wanted = references(exchange, right)
+    compare(exchange, right, wanted)
+    for name, made in wrong.items():
+        assert not _same([own[name] for own in everyone], right), f"{made} changes nothing"
+        try:
+            compare(made, [own[name] for own in everyone], wanted)
+        except AssertionError:
+            continue
+        raise AssertionError(f"{made} passes the comparison with the reference of {exchange}")
+
+
+def _same(some: Sequence[Sequence[Observed]], others: Sequence[Sequence[Observed]]) -> bool:
+    """Whether two runs have the same results and residuals, bit for bit, on all ranks."""
+    pairs = [pair for mine, theirs in zip(some, others, strict=True) for pair in zip(mine, theirs, strict=True)]
+    tensors = [(a.result, b.result) for a, b in pairs]
+    tensors += [(a.residual, b.residual) for a, b in pairs if a.residual is not None and b.residual is not None]
+    return all(_same_bits(*pair) for pair in tensors)
+
+
 EXCHANGE_CHECKS: tuple[Callable[[Exchange, int], None], ...] = (
-    check_mean,
+    check_reference,
     check_non_finite_reaches_all,
     check_many_in_flight,
     check_conservation,
     check_residual_survives_inf,
     check_traffic,
 )
+
+
+def check_exchange(exchange: Exchange, sizes: Iterable[int] = (1, 2, 3, 4)) -> None:
+    """Run every contract on one exchange, on ranks that are threads.
+
+    `check_traffic` runs on 2 ranks only, and on exchanges of one level: what may be sent beyond that is the user's
+    choice, as with `shots=one`. An exchange with a `reference` is compared with it; one without is simulated, which
+    shows less.
+
+    Args:
+        exchange: The exchange, for instance from `gradwire.exchange("int8")`.
+        sizes: The numbers of ranks. An exchange of two levels needs multiples of its node.
+
+    Raises:
+        AssertionError: The first contract that does not hold; the text says on which bucket and rank.
+
+    Example:
+        >>> from gradwire.testing import check_exchange
+        >>> check_exchange(gradwire.exchange("int4:block=32"), sizes=(2, 3))
+    """
+    for size in sizes:
+        for check in EXCHANGE_CHECKS:
+            if check is not check_traffic or (size == 2 and exchange.levels(size) is None):
+                check(exchange, size)
