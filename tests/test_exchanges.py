@@ -1,68 +1,16 @@
-"""Every registered exchange keeps every law on 2 and 3 ranks, some on 4; then what is special to one."""
+"""What is special to one exchange: options, allocation, sums. The contracts are in tests/exchanges."""
 
 import pytest
 import torch
 
 from gradwire.errors import RegisterError, SpecError
-from gradwire.exchanges import EXCHANGES, Coded, Exact, exchange
+from gradwire.exchanges import Coded, Exact, exchange
 from gradwire.exchanges.allocate import widths_of
 from gradwire.exchanges.bucket import make_bucket
 from gradwire.testing import thread_ranks
-from gradwire.testing.contracts import EXCHANGE_CHECKS, gaussian
+from gradwire.testing.contracts import gaussian
 
-SPECS = [
-    *EXCHANGES,
-    "fp16:accumulate=wire",
-    "bf16:accumulate=wire",
-    "fp16:shots=one",
-    "bf16:shots=two",
-    "fp16:feedback=true",
-    "bf16:shots=one,feedback=true",
-    "bf16:shots=two,feedback=true",
-    "int8:rounding=stochastic",
-    "int8:shots=one,feedback=true",
-    "int4:exempt=none,feedback=true",
-    "int2:feedback=true",
-    "sign:feedback=true",
-    "topk:feedback=false",
-    "int4:hadamard=64",
-    "int4:allocate=true",
-    "int3:allocate=true,exempt=none,fairness=1.0",
-    "powersgd:rank=1,warm_start=false,seed=3",
-    "powersgd:rank=2,feedback=false,iterations=2",
-    "powersgd:rank=2,batched=true",
-    "powersgd:rank=12,min_compression=0.5,resync=3",
-    "powersgd:wire=bf16",
-    "powersgd:wire=int8,batched=true,resync=0",
-]
-
-
-ON_FOUR = (
-    "exact",
-    "noop",
-    "fp16",
-    "bf16:accumulate=wire",
-    "int8",
-    "int4:exempt=none,feedback=true",
-    "int4:allocate=true",
-    "powersgd",
-    "powersgd:wire=bf16",
-)
-"""One of each way over the wire; the others differ in their codec, which does not see how many ranks there are."""
-FOUR_QUICK = ("exact", "int8", "powersgd")
-CASES = [
-    pytest.param(spec, size, marks=() if size == 2 or (size == 4 and spec in FOUR_QUICK) else pytest.mark.thorough)
-    for spec in SPECS
-    for size in ((2, 3, 4) if spec in ON_FOUR else (2, 3))
-]
-
-
-@pytest.mark.parametrize("check", EXCHANGE_CHECKS, ids=lambda check: check.__name__)
-@pytest.mark.parametrize(("spec", "size"), CASES)
-def test_contract(spec, size, check):
-    if check.__name__ == "check_traffic" and "shots=one" in spec and size > 2:
-        return  # one-shot on more than 2 ranks is a choice of the user's: it sends more by design
-    check(exchange(spec), size)
+from .exchanges.test_contracts import SPECS
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -214,13 +162,6 @@ def test_float32_sums_do_not_lose_accuracy_with_ranks():
 
     assert error("bf16", 8) < 1.5 * error("bf16", 4)
     assert error("bf16", 8) < error("bf16:accumulate=wire", 8)
-
-
-def test_one_rank_keeps_its_gradient():
-    for spec in SPECS:
-        assert torch.equal(
-            thread_ranks(1, lambda rank, spec=spec: rank.mean(spec, [gaussian(50)]).flat)[0], gaussian(50)
-        )
 
 
 @pytest.mark.parametrize("shots", ["one", "two"])

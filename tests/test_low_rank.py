@@ -63,7 +63,7 @@ def test_equals_a_dense_reference_over_twenty_steps(rank, feedback):
     spec = f"powersgd:rank={rank},min_compression=0.1,resync=0,feedback={str(feedback).lower()}"
     outcomes = run(size, spec, lambda who, step: [matrix(100 * who + step)], steps)
     inputs = np.stack([[matrix(100 * who + step).double().numpy() for who in range(size)] for step in range(steps)])
-    started = exchange(spec)._directions._random(0, "0", _group(spec), torch.empty(0)).double().numpy().T
+    started = exchange(spec)._directions.random(0, "0", _group(spec), torch.empty(0)).double().numpy().T
     for step, wanted in enumerate(dense_powersgd(inputs, started, feedback)):
         got = outcomes[0][0][step][0].double().numpy()
         assert np.abs(got - wanted).max() <= 1e-3 * np.abs(wanted).max(), step

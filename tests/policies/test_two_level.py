@@ -1,4 +1,4 @@
-"""Two levels: every law on nodes of one, two and all ranks; what crosses between nodes; what is refused."""
+"""Two levels: what crosses between nodes, and what is refused. The contracts are in tests/exchanges."""
 
 import pytest
 import torch
@@ -7,31 +7,12 @@ from gradwire.errors import RegisterError, SpecError
 from gradwire.exchanges import exchange
 from gradwire.exchanges.bucket import make_bucket
 from gradwire.testing import thread_ranks
-from gradwire.testing.contracts import EXCHANGE_CHECKS, gaussian
+from gradwire.testing.contracts import gaussian
 
-CASES = [
-    ("two_level:inside=exact,across=int8,node=2", 4),
-    ("two_level:inside=exact,across=int4(exempt=none, feedback=true),node=2", 4),
-    ("two_level:inside=bf16,across=int4,node=2", 4),
-    ("two_level:inside=exact,across=fp16(feedback=true),node=2", 2),
-    ("two_level:inside=exact,across=exact,node=1", 3),
-    ("two_level:inside=fp16,across=sign,node=3", 3),
-]
+from ..exchanges.test_contracts import TWO_LEVEL
 
 
-@pytest.mark.parametrize("check", EXCHANGE_CHECKS, ids=lambda check: check.__name__)
-@pytest.mark.parametrize(
-    ("spec", "size"), [pytest.param(*case, marks=pytest.mark.thorough if "bf16" in case[0] else ()) for case in CASES]
-)
-def test_contract(spec, size, check):
-    if check.__name__ == "check_traffic":
-        return  # inside a node bytes are cheap, and there are more of them: see below for what crosses
-    if check.__name__ == "check_residual_survives_inf":
-        return  # a rank owes for its own part alone: see below
-    check(exchange(spec), size)
-
-
-@pytest.mark.parametrize("spec", [spec for spec, _ in CASES])
+@pytest.mark.parametrize("spec", [spec for spec, _ in TWO_LEVEL])
 def test_spec_round_trips(spec):
     made = exchange(spec)
     assert exchange(str(made)) == made

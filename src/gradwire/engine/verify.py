@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -28,7 +28,7 @@ class Verifiable(Protocol):
     rank: int
     size: int
     device: torch.device
-    layouts: Mapping[int, tuple[Segment, ...]]
+    layouts: dict[int, tuple[Segment, ...]]
 
     @property
     def steps(self) -> int:
@@ -97,7 +97,7 @@ def verify(hook: Verifiable, params: Sequence[tuple[str, Tensor]]) -> Verificati
 def _check_fired(hook: Verifiable) -> int:
     rows = hook.gather(torch.tensor([hook.fired, hook.steps], device=hook.device)).tolist()
     silent, counts = [rank for rank, (fired, _) in enumerate(rows) if fired == 0], [steps for _, steps in rows]
-    if silent and hook.steps:
+    if silent and counts[silent[0]]:
         raise VerifyError(
             f"{hook.exchange}: the hook has not run on rank {', '.join(map(str, silent))} since its checkpoint was "
             "loaded. Call verify() after the next backward pass"

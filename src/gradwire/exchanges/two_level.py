@@ -98,9 +98,10 @@ class TwoLevel(Exchange):
         values = [b.flat if residuals is None else fed(b, residuals[i]) for i, b in enumerate(buckets)]
         works = [dataclasses.replace(bucket, flat=x) for bucket, x in zip(buckets, values, strict=True)]
         inside = [_reference(self.inside, works[begin : begin + node], None) for begin in range(0, size, node)]
-        share, parts, left = self._share(values[0].numel(), node, len(inside)), [], [torch.zeros_like(x) for x in values]
+        numel, left, parts = values[0].numel(), [torch.zeros_like(x) for x in values], []
+        share = self._share(numel, node, len(inside))
         for place in range(node):
-            begin, end = (min(share * border, values[0].numel()) for border in (place, place + 1))
+            begin, end = (min(share * border, numel) for border in (place, place + 1))
             means = [dataclasses.replace(works[0], flat=mean.mean[begin:end]) for mean in inside]
             means = [dataclasses.replace(mean, segments=cut(first.segments, begin, end)) for mean in means]
             off = torch.stack([mean.tolerance.expand(mean.mean.shape)[begin:end] for mean in inside]).amax(0)
@@ -148,7 +149,7 @@ def _reference(part: Exchange, buckets: Sequence[Bucket], residuals: Sequence[Te
         return result
     if len(buckets) > 1:
         raise NotImplementedError(f"two_level: {part} has no reference()")
-    return Reference(buckets[0].flat, torch.zeros(()), residuals and tuple(residuals))
+    return Reference(buckets[0].flat, torch.zeros(()), None if residuals is None else tuple(residuals))
 
 
 def _gather_(flat: Tensor, own: Tensor, share: int, inside: Comm) -> None:

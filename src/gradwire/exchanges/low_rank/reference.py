@@ -20,12 +20,12 @@ ROUNDING = 1e-4
 
 
 class Matrix(NamedTuple):
-    """One matrix of a bucket, and the directions Q (R, N) that it starts from."""
+    """One matrix of a bucket, and the directions Q (R, N) that the step starts from."""
 
     group: Matrices
     name: str
     where: slice
-    q_RN: Tensor
+    start: Tensor
     synced: slice
     """The rows whose residuals are averaged in this step."""
 
@@ -60,7 +60,7 @@ def reference(
     a = [fed(bucket, None if residuals is None else residuals[i]).double() for i, bucket in enumerate(buckets)]
     matrices = _matrices(buckets[0], layout, synced, directions)
     mean, tolerance = torch.stack(a).mean(0), len(a) * torch.finfo(torch.float32).eps * torch.stack(a).abs().mean(0)
-    q = [matrix.q_RN for matrix in matrices]
+    q = [matrix.start for matrix in matrices]
     for iteration in range(iterations):
         p, _ = _average([[q_RN @ m.of(own).T for m, q_RN in zip(matrices, q, strict=True)] for own in a], codec)
         p = [orthonormal(p_RM) for p_RM in p]
@@ -74,7 +74,7 @@ def reference(
             matrix.of(lost).copy_(matrix.of(own) - p[i].T @ parts[i])
         largest = max(float(own[matrix.where].nan_to_num(0.0, 0.0, 0.0).abs().max()) for own in a)
         tolerance[matrix.where] = largest * (ROUNDING + (0.0 if codec is None else codec.bound))
-    _keep(buckets[0], matrices, q if torch.isfinite(mean).all() else [m.q_RN for m in matrices], directions)
+    _keep(buckets[0], matrices, q if torch.isfinite(mean).all() else [m.start for m in matrices], directions)
     dtype = buckets[0].flat.dtype
     if dtype.itemsize < 4:
         tolerance += torch.finfo(dtype).eps * mean.nan_to_num(0.0, 0.0, 0.0).abs()
