@@ -34,7 +34,7 @@ class Ternary(gradwire.Codec):
 
     def encode(self, flat: Tensor, out: Tensor | None = None) -> Tensor:
         wire = self.new_wire(flat, out)
-        x_BK = pad(flat.float(), (0, -flat.numel() % self.block)).view(-1, self.block)
+        x_BK = pad(flat.double(), (0, -flat.numel() % self.block)).view(-1, self.block)
         mean_B1 = x_BK.abs().mean(1, keepdim=True)
         kept_BK = x_BK.abs() > 0.7 * mean_B1
         scale_B1 = (x_BK.abs() * kept_BK).sum(1, keepdim=True) / kept_BK.sum(1, keepdim=True).clamp(min=1)
