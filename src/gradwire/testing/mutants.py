@@ -3,9 +3,9 @@
 A mutant wraps any exchange and delegates everything to it, but spoils what goes in, what comes out or the residual. All
 ranks issue the same collectives, so that a mutant gives a wrong result and never a deadlock.
 
-    for make in MUTANTS.values():
+    for mutant in mutants(exchange).values():
         with pytest.raises(AssertionError):
-            check_reference(make(exchange), size=3)
+            check_reference(mutant, size=3)
 """
 
 from __future__ import annotations
@@ -22,26 +22,31 @@ from gradwire.exchanges.base import Comm, Exchange, Levels
 from gradwire.exchanges.bucket import Bucket
 from gradwire.exchanges.reference import Reference
 
+Spoil = Callable[["Mutant", Bucket, Comm, Tensor | None], None]
+"""Changes the gradients before, or the result after, `mean_` of the wrapped exchange."""
+
 
 @dataclass(frozen=True)
 class Mutant(Exchange):
-    """Does what `inner` does. Subclasses override `before` or `after`."""
+    """Does what `inner` does, except for what `before` and `after` change."""
 
     inner: Exchange
-    memory: dict[object, Tensor] = field(default_factory=dict, compare=False)
-    """What a mutant keeps between the calls. Ranks that are threads share it."""
-
-    def before(self, bucket: Bucket, comm: Comm, residual: Tensor | None) -> None:
-        """Spoil the gradients."""
-
-    def after(self, bucket: Bucket, comm: Comm, residual: Tensor | None) -> None:
-        """Spoil the result."""
+    kind: str
+    before: Spoil | None = None
+    after: Spoil | None = None
+    kept: dict[object, Tensor] = field(default_factory=dict, compare=False)
+    """What the mutant keeps between calls, by rank, as ranks that are threads share it."""
 
     def mean_(self, bucket: Bucket, comm: Comm, residual: Tensor | None = None) -> None:
-        """The mean of `inner`, spoilt."""
-        self.before(bucket, comm, residual)
+        """Replace the gradients by a wrong result."""
+        if residual is not None:
+            self.kept[comm.rank, "residual", *_key(bucket)] = residual.clone()
+        self.kept[comm.rank, "own", *_key(bucket)] = bucket.flat.clone()
+        if self.before is not None:
+            self.before(self, bucket, comm, residual)
         self.inner.mean_(bucket, comm, residual)
-        self.after(bucket, comm, residual)
+        if self.after is not None:
+            self.after(self, bucket, comm, residual)
 
     def bound(self, size: int) -> float | None:
         """Like `inner`, as all that follow."""
@@ -81,175 +86,121 @@ class Mutant(Exchange):
     traceable = property(lambda self: self.inner.traceable)
 
     def __str__(self) -> str:
-        return f"{self.inner}, mutated ({type(self).__name__})"
+        return f"{self.inner}, mutated ({self.kind})"
 
 
-class Zeros(Mutant):
-    """All results are zero."""
+def _key(bucket: Bucket) -> tuple[object, ...]:
+    return (*bucket.names, bucket.segments[0].start if bucket.segments else 0)
 
-    def after(self, bucket: Bucket, comm: Comm, residual: Tensor | None) -> None:
-        """Forget the result."""
+
+def _zeros(mutant: Mutant, bucket: Bucket, comm: Comm, residual: Tensor | None) -> None:
+    bucket.flat.zero_()
+
+
+def _own_gradient(mutant: Mutant, bucket: Bucket, comm: Comm, residual: Tensor | None) -> None:
+    bucket.flat.copy_(mutant.kept[comm.rank, "own", *_key(bucket)])
+
+
+def _sum(mutant: Mutant, bucket: Bucket, comm: Comm, residual: Tensor | None) -> None:
+    bucket.flat.mul_(comm.size)
+
+
+def _swap_halves(mutant: Mutant, bucket: Bucket, comm: Comm, residual: Tensor | None) -> None:
+    half = bucket.flat.numel() // 2
+    bucket.flat[: 2 * half].copy_(bucket.flat[: 2 * half].roll(half))
+
+
+def _drop_last_block(mutant: Mutant, bucket: Bucket, comm: Comm, residual: Tensor | None) -> None:
+    bucket.flat[-max(mutant.align, 32) :].zero_()
+
+
+def _scale_of_rank_1(mutant: Mutant, bucket: Bucket, comm: Comm, residual: Tensor | None) -> None:
+    norms = comm.all_gather(bucket.flat.double().norm().reshape(1))
+    factor = float(norms[1] / norms[0])
+    if comm.rank == 0 and math.isfinite(factor):
+        bucket.flat.mul_(factor)
+
+
+def _gain(mutant: Mutant, bucket: Bucket, comm: Comm, residual: Tensor | None) -> None:
+    bucket.flat.mul_(1.01)
+
+
+def _leave_out_last(mutant: Mutant, bucket: Bucket, comm: Comm, residual: Tensor | None) -> None:
+    if comm.rank == comm.size - 1:
         bucket.flat.zero_()
 
 
-class OwnGradient(Mutant):
-    """Every rank keeps its own gradient."""
-
-    def mean_(self, bucket: Bucket, comm: Comm, residual: Tensor | None = None) -> None:
-        """Put the gradient back."""
-        own = bucket.flat.clone()
-        self.inner.mean_(bucket, comm, residual)
-        bucket.flat.copy_(own)
+def _previous(mutant: Mutant, bucket: Bucket, comm: Comm, residual: Tensor | None) -> None:
+    key, result = (comm.rank, "result", *_key(bucket)), bucket.flat.clone()
+    bucket.flat.copy_(mutant.kept.get(key, result))
+    mutant.kept[key] = result
 
 
-class Sum(Mutant):
-    """The sum instead of the mean."""
-
-    def after(self, bucket: Bucket, comm: Comm, residual: Tensor | None) -> None:
-        """Multiply by the number of ranks."""
-        bucket.flat.mul_(comm.size)
+def _round_up(mutant: Mutant, bucket: Bucket, comm: Comm, residual: Tensor | None) -> None:
+    bucket.flat.add_(bucket.flat.abs() * 2.0**-7)  # as far as to the next number of 8 significant bits
 
 
-class SwappedChunks(Mutant):
-    """The two halves of the result have changed places."""
-
-    def after(self, bucket: Bucket, comm: Comm, residual: Tensor | None) -> None:
-        """Swap them."""
-        half = bucket.flat.numel() // 2
-        bucket.flat[: 2 * half].copy_(bucket.flat[: 2 * half].roll(half))
+def _change_a_bit(mutant: Mutant, bucket: Bucket, comm: Comm, residual: Tensor | None) -> None:
+    if comm.rank == comm.size - 1:
+        bucket.flat[:1].copy_(torch.nextafter(bucket.flat[:1], torch.full_like(bucket.flat[:1], math.inf)))
 
 
-class LastBlockDropped(Mutant):
-    """The last block is missing."""
-
-    def after(self, bucket: Bucket, comm: Comm, residual: Tensor | None) -> None:
-        """Zero it."""
-        bucket.flat[-max(self.align, 32) :].zero_()
+def _hide_nan(mutant: Mutant, bucket: Bucket, comm: Comm, residual: Tensor | None) -> None:
+    bucket.flat.nan_to_num_(0.0, 0.0, 0.0)
 
 
-class AnothersScale(Mutant):
-    """Rank 0's gradient is decoded with the scale of rank 1's."""
-
-    def before(self, bucket: Bucket, comm: Comm, residual: Tensor | None) -> None:
-        """Scale it."""
-        norms = comm.all_gather(bucket.flat.double().norm().reshape(1))
-        factor = float(norms[1] / norms[0])
-        if comm.rank == 0 and math.isfinite(factor):
-            bucket.flat.mul_(factor)
+def _shift(mutant: Mutant, bucket: Bucket, comm: Comm, residual: Tensor | None) -> None:
+    bucket.flat.copy_(bucket.flat.roll(1))
 
 
-class StaleResidual(Mutant):
-    """The residual is never updated."""
-
-    def mean_(self, bucket: Bucket, comm: Comm, residual: Tensor | None = None) -> None:
-        """Give `inner` a copy."""
-        self.inner.mean_(bucket, comm, None if residual is None else residual.clone())
+def _keep_old_residual(mutant: Mutant, bucket: Bucket, comm: Comm, residual: Tensor | None) -> None:
+    if residual is not None:
+        residual.copy_(mutant.kept[comm.rank, "residual", *_key(bucket)])
 
 
-class ResidualTwice(Mutant):
-    """The residual is added twice."""
-
-    def before(self, bucket: Bucket, comm: Comm, residual: Tensor | None) -> None:
-        """Add it once more."""
-        if residual is not None:
-            bucket.flat.add_(residual)
+def _add_residual(mutant: Mutant, bucket: Bucket, comm: Comm, residual: Tensor | None) -> None:
+    if residual is not None:
+        bucket.flat.add_(residual)
 
 
-class ResidualLost(Mutant):
-    """The residual is zero after every step."""
-
-    def after(self, bucket: Bucket, comm: Comm, residual: Tensor | None) -> None:
-        """Forget it."""
-        if residual is not None:
-            residual.zero_()
+def _lose_residual(mutant: Mutant, bucket: Bucket, comm: Comm, residual: Tensor | None) -> None:
+    if residual is not None:
+        residual.zero_()
 
 
-class Gain(Mutant):
-    """The result is 1% too large."""
-
-    def after(self, bucket: Bucket, comm: Comm, residual: Tensor | None) -> None:
-        """Scale it."""
-        bucket.flat.mul_(1.01)
-
-
-class RankLeftOut(Mutant):
-    """The last rank's gradient counts as zero."""
-
-    def before(self, bucket: Bucket, comm: Comm, residual: Tensor | None) -> None:
-        """Zero it."""
-        if comm.rank == comm.size - 1:
-            bucket.flat.zero_()
-
-
-class PreviousResult(Mutant):
-    """Every step returns the result of the step before; the first one its own."""
-
-    def after(self, bucket: Bucket, comm: Comm, residual: Tensor | None) -> None:
-        """Exchange this result for the last."""
-        key = comm.rank, bucket.names, bucket.segments[0].start if bucket.segments else 0
-        result = bucket.flat.clone()
-        bucket.flat.copy_(self.memory.get(key, result))
-        self.memory[key] = result
-
-
-class BiasedRounding(Mutant):
-    """Values are rounded up, as to 8 significant bits."""
-
-    def after(self, bucket: Bucket, comm: Comm, residual: Tensor | None) -> None:
-        """Move every value up by one such step."""
-        bucket.flat.add_(bucket.flat.abs() * 2.0**-7)
-
-
-class DifferentBits(Mutant):
-    """The last rank's first value differs in its last bit."""
-
-    def after(self, bucket: Bucket, comm: Comm, residual: Tensor | None) -> None:
-        """Change that bit."""
-        if comm.rank == comm.size - 1:
-            bucket.flat[:1].copy_(torch.nextafter(bucket.flat[:1], torch.full_like(bucket.flat[:1], math.inf)))
-
-
-class HiddenNaN(Mutant):
-    """Inf and NaN come out as zero."""
-
-    def after(self, bucket: Bucket, comm: Comm, residual: Tensor | None) -> None:
-        """Replace them."""
-        bucket.flat.nan_to_num_(0.0, 0.0, 0.0)
-
-
-class Shifted(Mutant):
-    """Every value is where its neighbour belongs."""
-
-    def after(self, bucket: Bucket, comm: Comm, residual: Tensor | None) -> None:
-        """Shift by one."""
-        bucket.flat.copy_(bucket.flat.roll(1))
-
-
-MUTANTS: Mapping[str, Callable[[Exchange], Mutant]] = MappingProxyType(
+MUTANTS: Mapping[str, tuple[Spoil | None, Spoil | None]] = MappingProxyType(
     {
-        "zeros": Zeros,
-        "own_gradient": OwnGradient,
-        "sum_instead_of_mean": Sum,
-        "chunks_swapped": SwappedChunks,
-        "last_block_dropped": LastBlockDropped,
-        "another_ranks_scale": AnothersScale,
-        "gain_of_1_percent": Gain,
-        "one_rank_left_out": RankLeftOut,
-        "previous_result": PreviousResult,
-        "rounding_biased": BiasedRounding,
-        "bits_differ_between_ranks": DifferentBits,
-        "nan_hidden": HiddenNaN,
-        "values_shifted": Shifted,
+        "zeros": (None, _zeros),
+        "own gradient": (None, _own_gradient),
+        "sum instead of mean": (None, _sum),
+        "chunks swapped": (None, _swap_halves),
+        "last block dropped": (None, _drop_last_block),
+        "another rank's scale": (_scale_of_rank_1, None),
+        "1% gain": (None, _gain),
+        "one rank left out": (_leave_out_last, None),
+        "previous step's result": (None, _previous),
+        "rounding biased": (None, _round_up),
+        "bits differ between ranks": (None, _change_a_bit),
+        "NaN hidden": (None, _hide_nan),
+        "values shifted": (None, _shift),
     }
 )
-"""For every exchange that averages."""
-RESIDUAL_MUTANTS: Mapping[str, Callable[[Exchange], Mutant]] = MappingProxyType(
-    {"stale_residual": StaleResidual, "residual_added_twice": ResidualTwice, "residual_lost": ResidualLost}
+"""What is done before and after `mean_`, for every exchange that averages."""
+RESIDUAL_MUTANTS: Mapping[str, tuple[Spoil | None, Spoil | None]] = MappingProxyType(
+    {
+        "stale residual": (None, _keep_old_residual),
+        "residual added twice": (_add_residual, None),
+        "residual lost": (None, _lose_residual),
+    }
 )
-"""For exchanges with feedback."""
+"""The same for exchanges with feedback."""
 
 
 def mutants(exchange: Exchange) -> dict[str, Mutant]:
-    """Every mutant of an exchange, by name."""
-    makes = {**MUTANTS, **(RESIDUAL_MUTANTS if exchange.takes_residual else {})}
-    return {name: make(exchange) for name, make in makes.items()} if exchange.averages else {}
+    """Every mutant of an exchange, by name; none of one that does not average.
+
+    Example:
+        >>> mutants(gradwire.exchange("int8"))["zeros"].mean_(bucket, comm)
+    """
+    kinds = {**MUTANTS, **(RESIDUAL_MUTANTS if exchange.takes_residual else {})} if exchange.averages else {}
+    return {kind: Mutant(exchange, kind, *spoil) for kind, spoil in kinds.items()}

@@ -138,14 +138,25 @@ def check_fused(codec: Codec) -> None:
 
 
 class _FakeCopies(TorchFunctionMode):
-    """`copy_` and slices of fake cuda tensors, which Python's bindings refuse on a build without cuda."""
+    """`copy_` and indices of fake cuda tensors, which Python's bindings refuse on a build without cuda."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.copy_:
             return torch.ops.aten.copy_.default(*args, **(kwargs or {}))
-        if func is Tensor.__getitem__ and isinstance(args[1], slice):
-            return torch.ops.aten.slice.Tensor(args[0], 0, args[1].start, args[1].stop)
+        if func is Tensor.__getitem__:
+            return _item(args[0], args[1] if isinstance(args[1], tuple) else (args[1],))
         return func(*args, **(kwargs or {}))
+
+
+def _item(tensor: Tensor, index: tuple[int | slice, ...]) -> Tensor:
+    dim = 0
+    for part in index:
+        if isinstance(part, slice):
+            tensor = torch.ops.aten.slice.Tensor(tensor, dim, part.start, part.stop, part.step or 1)
+            dim += 1
+        else:
+            tensor = torch.ops.aten.select.int(tensor, dim, part)
+    return tensor
 
 
 def _check_bound(codec: Codec, values: Tensor) -> None:
