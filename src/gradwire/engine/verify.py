@@ -1,4 +1,4 @@
-"""Verification: does the hook keep its promises on this model, on these ranks, now?"""
+"""Verification: does the hook do what it should on this model, on these ranks, now?"""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gradwire.exchanges.bucket import Bucket, Memory, Segment, cut
 from gradwire.exchanges.simulated import expected
 
 MOST_VALUES = 1 << 22
-"""Of a bucket, so many values of all ranks together are compared at most."""
+"""The largest number of values of a bucket, of all ranks together, that are compared."""
 STEPS = 3
 """The first step, one that uses what the first has left behind, and one with an inf."""
 
@@ -135,7 +135,7 @@ def fingerprint(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Error:
-    """Of the first step on one bucket."""
+    """The error of the first step on one bucket."""
 
     error: float
     reference: float | None
@@ -173,7 +173,7 @@ def _try_out(hook: Verifiable, index: int, segments: tuple[Segment, ...]) -> _Er
 
 
 def _raise_together(hook: Verifiable, text: str, result: Tensor) -> None:
-    """Raise on all ranks what any rank has found, or that their results are not the same bits."""
+    """Raise on all ranks if any rank has a wrong result, or if their results are not the same bits."""
     rows = hook.gather(torch.stack([fingerprint(result), torch.tensor(len(text), device=hook.device)]))
     wrong = rows[:, 1].nonzero().flatten().tolist()
     if wrong:
@@ -185,7 +185,8 @@ def _raise_together(hook: Verifiable, text: str, result: Tensor) -> None:
 
 def _errors(hook: Verifiable, result: Tensor, exact: Tensor, inputs: Tensor, wanted: Tensor | None) -> _Error:
     rms = float(inputs.double().square().sum(1).mean().sqrt()) or 1.0
-    bound = (hook.exchange.bound(hook.size) or 0.0) + hook.size * torch.finfo(result.dtype).eps
+    promised = hook.exchange.bound(hook.size)
+    bound = math.inf if promised is None else promised + hook.size * torch.finfo(result.dtype).eps
     error, reference = (None if x is None else float((x.double() - exact).norm()) / rms for x in (result, wanted))
     assert error is not None
     if not error <= bound:
