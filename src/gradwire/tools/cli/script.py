@@ -1,4 +1,4 @@
-"""What verbs that run a user's script share: the script itself, and how its ranks are started."""
+"""The arguments of verbs that run a user's script: the script itself, and how its ranks are started."""
 
 from __future__ import annotations
 
@@ -23,50 +23,51 @@ TORCHRUN = {
     "--max-restarts": "N",
     "--local-addr": "HOST",
 }
-"""Options that are passed on."""
+"""Options that are passed on to torchrun, with the names of their values."""
 
 
 def add_script(parser: argparse.ArgumentParser, *, required: bool) -> None:
-    """The arguments. Everything after the script belongs to it."""
+    """Add the arguments. Everything after the script belongs to the script."""
     parser.add_argument(
         "--nproc",
         "--nproc-per-node",
         type=int,
         metavar="N",
-        help="start N ranks on this machine, as torchrun does; without it the script runs once, and starts ranks "
-        "itself (mp.spawn, Lightning) or is a rank already (torchrun ... -m gradwire.run)",
+        help="start N ranks on this machine, as torchrun does; without this option the script runs once, for scripts "
+        "that start their ranks themselves (mp.spawn, Lightning) and under torchrun ... -m gradwire.run",
     )
-    parser.add_argument("-m", dest="module", action="store_true", help="the script is the name of a module")
+    parser.add_argument("-m", dest="module", action="store_true", help="the script is a module name, as for python -m")
     group = parser.add_argument_group(
-        "torchrun options", "Passed on to torchrun, which then starts the ranks: for several machines."
+        "torchrun options",
+        "These are passed on to torchrun, which then starts the ranks: use them for several machines.",
     )
     for option, value in TORCHRUN.items():
         group.add_argument(option, metavar=value)
-    group.add_argument("--standalone", action="store_true", help="one machine, and torchrun all the same")
+    group.add_argument("--standalone", action="store_true", help="start the ranks with torchrun on one machine")
     for option in ("--nproc-per-node", *TORCHRUN):  # torchrun takes both spellings
         if (other := f"--{option[2:].replace('-', '_')}") != option:
             dest = "nproc" if option == "--nproc-per-node" else other[2:]
             parser.add_argument(other, dest=dest, type=int if dest == "nproc" else str, help=argparse.SUPPRESS)
     parser.add_argument("script", nargs=None if required else "?", help="a Python file that trains with DDP")
-    rest = parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
-    rest.required = False  # else argparse asks for them where the script is missing
+    rest = parser.add_argument("args", nargs=argparse.REMAINDER, help="arguments of the script")
+    rest.required = False  # else argparse asks for them if the script is missing
 
 
 def script_of(args: argparse.Namespace) -> Script:
-    """The script that was asked for. SpecError if there is no such file."""
+    """The requested script. SpecError if there is no such file."""
     return Script.parse([args.script, *args.args], module=args.module)
 
 
 def ranks_of(args: argparse.Namespace) -> dict[str, Any]:
-    """How to start its ranks, as `launch` takes it."""
+    """How to start its ranks, as arguments of `launch`."""
     given = ((option, getattr(args, option[2:].replace("-", "_"))) for option in TORCHRUN)
     torchrun = [f"{option}={value}" for option, value in given if value is not None]
     return {"nproc": args.nproc, "torchrun": [*torchrun, *(["--standalone"] if args.standalone else [])]}
 
 
 @contextlib.contextmanager
-def results(*, alone: bool) -> Iterator[TextIO]:
-    """Where results go. With `alone` nothing else does: what the script prints goes to stderr."""
+def results_to(*, alone: bool) -> Iterator[TextIO]:
+    """The stream for results. With `alone` it has nothing else: the output of the script goes to stderr."""
     if not alone:
         yield sys.stdout
         return

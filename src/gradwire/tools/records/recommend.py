@@ -93,7 +93,8 @@ def recommend(options: Sequence[Option], *, ceiling: float | None = None) -> Rec
 
 def _refuse(exact: Option, ceiling: float) -> Recommendation | None:
     """Rule 1: the answer where no hook can pay, whatever the hooks are."""
-    times = f"A step takes {_ms(exact.step_s)} with {BASELINE} and {_ms(exact.step_s / ceiling)} without communication"
+    alone = f"would take {_ms(exact.step_s / ceiling)} without communication"
+    times = f"A step takes {_ms(exact.step_s)} with {BASELINE} and {alone}"
     if ceiling < NOISE:
         return Recommendation(None, "Too noisy to say", f"{times}, which cannot be. Measure again on a quiet machine.")
     exposed = max(1 - 1 / ceiling, 0.0)

@@ -14,13 +14,13 @@ SLOW = {"alpha_s": 0.05, "bytes_per_s": 1e15, "r_squared": 1.0}
 COLLECTIVES = ("all_reduce", "all_gather", "all_to_all")
 
 
-def _found(toll):
+def _found(cpu_cost):
     """Two buckets, of which the first is full halfway; twice as slow as the rank saw it."""
     return {
         "measured_s": {"1mbit": {"noop": 0.2, "exact": 4.0}, "100gbit": {"noop": 0.2, "exact": 0.2}},
         "compute": {"forward_s": 0.03, "backward_s": 0.06, "after_s": 0.01, "ready_s": [0.03, 0.06], "cores": 1},
         "buckets": [[("b", [200, 300])], [("a", [300, 200]), ("c", [300])]],
-        "toll": dict.fromkeys(COLLECTIVES, toll),
+        "cpu_cost": dict.fromkeys(COLLECTIVES, cpu_cost),
     }
 
 

@@ -3,13 +3,14 @@ import subprocess
 
 import pytest
 
+from gradwire.errors import GradwireError
 from gradwire.tools.cli import VERBS, main, parser
-from gradwire.tools.cli.completion import SHELLS, _verbs
+from gradwire.tools.cli.completion import SHELLS, script, verbs_of
 
 ASK = """
 {script}
 COMP_WORDS=(gradwire {typed} "{last}"); COMP_CWORD={at}
-_gradwire; echo "${{COMPREPLY[@]}}"
+_shtab_gradwire; echo "${{COMPREPLY[@]}}"
 """
 
 
@@ -28,14 +29,15 @@ def test_bash_completes_verbs_options_and_hooks(capsys):
     assert completed(script, "run", "--hook", "au") == ["auto"]
     assert completed(script, "bench", "--hooks", "two") == ["two_level"]
     assert completed(script, "completion", "f") == ["fish"]
-    assert set(completed(script, "")) == {*_verbs(parser()), "--help", "--version"}
+    assert set(completed(script, "")) == {*verbs_of(parser())}
+    assert set(completed(script, "-")) == {"-h", "--help", "--version"}
 
 
 @pytest.mark.parametrize("shell", SHELLS)
 def test_every_shell_knows_every_verb(capsys, shell):
     assert main(["completion", shell]) == 0
     script = capsys.readouterr().out
-    assert all(verb in script for verb in _verbs(parser()))
+    assert all(verb in script for verb in verbs_of(parser()))
     assert "nproc" in script
     if shutil.which(shell):
         subprocess.run([shell, "-n"], input=script, text=True, timeout=20, check=True)
@@ -46,8 +48,14 @@ def test_an_unknown_shell_is_refused(capsys):
     assert "invalid choice: 'tcsh'" in capsys.readouterr().err
 
 
+def test_without_shtab_the_message_says_what_to_install(capsys, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(GradwireError, match=r"completion needs the package shtab: pip install 'gradwire\[cli\]'"):
+        script("bash", parser())
+
+
 def test_every_verb_has_examples(capsys):
-    verbs = list(_verbs(parser()))
+    verbs = list(verbs_of(parser()))
     assert len(verbs) == len(VERBS)
     for verb in verbs:
         assert main([verb, "--help"]) == 0
@@ -57,6 +65,6 @@ def test_every_verb_has_examples(capsys):
 
 
 def test_every_verb_that_has_results_gives_them_as_json(capsys):
-    for verb, options in _verbs(parser()).items():
+    for verb, options in verbs_of(parser()).items():
         if verb not in ("completion", "report"):
             assert "--json" in options.format_help(), verb

@@ -1,8 +1,6 @@
 """Links as text, and the emulated link: how long collectives take at least, and that lanes share it."""
 
-import math
 import threading
-import time
 
 import pytest
 import torch
@@ -13,6 +11,8 @@ from gradwire.errors import SpecError
 from gradwire.exchanges.bucket import make_bucket
 from gradwire.testing import thread_ranks
 from gradwire.tools.launch.link import PAYLOAD, seconds
+
+from ..fake_time import FakeClock, TimelessLink
 
 
 @pytest.mark.parametrize(
@@ -80,88 +80,81 @@ LINK = Link(40e6, 0.01)
 NUMEL = 50_000
 
 
-def _timed(rank, collective):
-    with emulate(LINK):
+def _traffic(rank, collective):
+    """What a hook counts in one collective on an emulated link."""
+    with emulate(TimelessLink(LINK)):
         hook = rank.hook("exact")
     tensor = torch.ones(rank.size, NUMEL) if collective == "all_to_all" else torch.ones(NUMEL)
-    taken = {}
+    counted = []
 
     def job(comm):
-        began = time.perf_counter()
         getattr(comm, collective)(tensor)
-        taken.update(s=time.perf_counter() - began, told=comm.traffic.wire_s, sent=comm.traffic.sent_bytes)
+        counted.append((comm.traffic.wire_s, comm.traffic.sent_bytes))
 
     hook.run(job)
-    return taken
+    return counted[0]
 
 
 @pytest.mark.parametrize(
     ("collective", "hops", "times"), [("all_reduce_", 4, 4 / 3), ("all_gather", 2, 2), ("all_to_all", 2, 2)]
 )
 def test_a_collective_takes_latency_and_bytes(collective, hops, times):
-    for taken in thread_ranks(3, lambda rank: _timed(rank, collective)):
-        assert taken["sent"] == pytest.approx(4 * NUMEL * times)
-        least_s = hops * LINK.latency_s + taken["sent"] * 8 / LINK.bits_per_s
-        assert taken["s"] >= least_s
-        assert taken["told"] >= least_s
+    for wire_s, sent_bytes in thread_ranks(3, lambda rank: _traffic(rank, collective)):
+        assert sent_bytes == pytest.approx(4 * NUMEL * times)
+        assert wire_s >= (hops * LINK.latency_s + sent_bytes * 8 / LINK.bits_per_s) * (1 - 1e-9)
 
 
 def _two_at_once(rank):
     """Two hooks on one link, that is lanes of two engines, each with an all-gather at the same time."""
-    with emulate(Link(40e6)):
+    with emulate(TimelessLink(Link(40e6), runs=False)) as link:
         hooks = [rank.hook("exact"), rank.hook("exact")]
-    tensor = torch.ones(NUMEL)
-    began = time.perf_counter()
+    tensor, before_s = torch.ones(NUMEL), link.busy_until  # hooks agree about themselves when they are made
     works = [hook.runner.submit([lambda comm: comm.all_gather(tensor)], tensor, counted=False) for hook in hooks]
     for work in works:
         work.wait()
-    return time.perf_counter() - began
+    return link.busy_until - before_s
 
 
 def test_lanes_and_engines_share_the_link():
-    one_s = 4 * NUMEL * 8 / 40e6
-    assert min(thread_ranks(2, _two_at_once)) >= 2 * one_s
+    one_s = 4 * NUMEL * 8 / 40e6 / PAYLOAD
+    assert thread_ranks(2, _two_at_once) == [pytest.approx(2 * one_s)] * 2
 
 
 def _chunks(rank):
     """Two-shot uses two lanes and several threads; all chunks together must not send faster than the link."""
-    with emulate(Link(20e6)):
+    with emulate(TimelessLink(Link(20e6), runs=False)) as link:
         hook = rank.hook("int8", chunk_bytes=1 << 16)
     bucket = make_bucket([torch.ones(100_000)])
     hook.begin(bucket)
-    began = time.perf_counter()
+    before_s = link.busy_until
     hook.mean(bucket).wait()
-    return time.perf_counter() - began, hook.stats().sent_bytes
+    return link.busy_until - before_s, hook.stats().sent_bytes
 
 
 def test_chunks_share_the_link():
-    for taken_s, sent_bytes in thread_ranks(3, _chunks):
+    for busy_s, sent_bytes in thread_ranks(3, _chunks):
         assert sent_bytes > 100_000
-        assert taken_s >= sent_bytes * 8 / 20e6
+        assert busy_s == pytest.approx(sent_bytes * 8 / 20e6 / PAYLOAD)
 
 
-def test_threads_queue_behind_each_other():
-    emulated, ends = EmulatedLink(Link(1e6)), []
-
-    def send():
-        emulated.hold("all_gather", 2, 1000, 0.0)
-        ends.append(time.perf_counter())
-
-    began = time.perf_counter()
-    threads = [threading.Thread(target=send) for _ in range(5)]
+def test_threads_wait_for_each_other():
+    clock = FakeClock(runs=False)
+    link = EmulatedLink(Link(1e6), clock, clock.sleep)
+    threads = [threading.Thread(target=link.hold, args=("all_gather", 2, 1000, 0.0)) for _ in range(5)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    for index, end in enumerate(sorted(ends)):
-        assert end - began >= (index + 1) * 1000 * 8 / 1e6
+    one_s = 1000 * 8 / 1e6 / PAYLOAD
+    assert sorted(clock.slept) == pytest.approx([(index + 1) * one_s for index in range(5)])
 
 
 def test_time_that_has_passed_counts():
-    emulated = EmulatedLink(Link(1e6))
-    emulated._busy_until = -math.inf
-    assert emulated.hold("all_gather", 2, 1000, 10.0) < 10.0  # it was issued 10 s ago and needs 8 ms
-    assert emulated._busy_until < time.perf_counter()
+    clock = FakeClock()
+    link = EmulatedLink(Link(1e6), clock, clock.sleep)
+    assert link.hold("all_gather", 2, 1000, 10.0) == 0.0  # it was issued 10 s ago and needs 8 ms
+    assert link.busy_until < clock.now
+    assert clock.slept == []
 
 
 def test_only_engines_made_inside_are_slow():

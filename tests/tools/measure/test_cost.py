@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 
-from gradwire.advisor import Compute, Course, Link, Send, predict, predict_step, rehearse
+from gradwire.advisor import Compute, Link, Send, Trace, predict, predict_step, rehearse
 from gradwire.engine.gloo import THREADS
 from gradwire.errors import SpecError
 from gradwire.exchanges import EXCHANGES, exchange
@@ -51,12 +51,18 @@ def _sent_bytes(rank, specs):
     return sent
 
 
+@pytest.fixture(autouse=True)
+def _short_rehearsals(monkeypatch):
+    """The bytes do not depend on what is in the caches."""
+    monkeypatch.setattr("gradwire.tools.measure.rehearse.COLD_BYTES", 4096)
+
+
 @pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.thorough) for size in (3, 4))])
 def test_bytes_are_those_of_the_real_hook(size):
     measured = thread_ranks(size, lambda rank: _sent_bytes(rank, SPECS), timeout_s=60)
     for spec in SPECS:
-        courses = rehearse(exchange(spec), _layouts(), size, steps=STEPS, chunk_bytes=1 << 16)
-        told = sum(course.sent_bytes for bucket in courses for course in bucket)
+        traces = rehearse(exchange(spec), _layouts(), size, steps=STEPS, chunk_bytes=1 << 16)
+        told = sum(trace.sent_bytes for bucket in traces for trace in bucket)
         if "allocate" in spec:  # the widths follow the values, and with them the padding
             assert told == pytest.approx(measured[0][spec], rel=0.05)
         else:
@@ -66,16 +72,16 @@ def test_bytes_are_those_of_the_real_hook(size):
 def test_two_levels_are_rehearsed_too():
     spec = TwoLevel(exchange("exact"), exchange("int4"), node=2)
     measured = thread_ranks(4, lambda rank: _sent_bytes(rank, [spec]))
-    courses = rehearse(spec, _layouts(), 4, steps=STEPS, chunk_bytes=1 << 16)
-    assert sum(course.sent_bytes for bucket in courses for course in bucket) == pytest.approx(measured[0][spec])
-    assert {send.size for bucket in courses for course in bucket for send in course.sends} == {1, 2}
+    traces = rehearse(spec, _layouts(), 4, steps=STEPS, chunk_bytes=1 << 16)
+    assert sum(trace.sent_bytes for bucket in traces for trace in bucket) == pytest.approx(measured[0][spec])
+    assert {send.size for bucket in traces for trace in bucket for send in trace.sends} == {1, 2}
 
 
 def test_a_rehearsal_tells_the_way_over_the_wire():
-    ((course,),) = rehearse(exchange("int8"), _layouts()[:1], 4)
-    assert [send.collective for send in course.sends] == ["all_to_all", "all_gather"]
-    assert all(send.work_s > 0 and send.size == 4 for send in course.sends)
-    assert course.work_s > 0
+    ((trace,),) = rehearse(exchange("int8"), _layouts()[:1], 4)
+    assert [send.collective for send in trace.sends] == ["all_to_all", "all_gather"]
+    assert all(send.work_s > 0 and send.size == 4 for send in trace.sends)
+    assert trace.work_s > 0
     assert rehearse(exchange("noop"), _layouts(), 4) == [[], []]
     assert rehearse(exchange("int8"), _layouts(), 1) == [[], []]
 
@@ -105,12 +111,12 @@ ALONE = Compute(forward_s=1.0, ready_s=(2.0,), backward_s=2.0, after_s=0.5, core
 LINK = Link(8e6 * 1514 / 1448)  # 1 MB of payload a second
 
 
-def _course(*pairs, work_s=0.0):
-    return Course(tuple(Send(work, "all_gather", 2, sent) for work, sent in pairs), work_s)
+def _trace(*pairs, work_s=0.0):
+    return Trace(tuple(Send(work, "all_gather", 2, sent) for work, sent in pairs), work_s)
 
 
 def test_one_chunk_does_one_thing_after_the_other():
-    found = predict_step([[_course((0.1, 1e6), (0.2, 2e6), work_s=0.3)]], Link(LINK.bits_per_s, 0.05), ALONE)
+    found = predict_step([[_trace((0.1, 1e6), (0.2, 2e6), work_s=0.3)]], Link(LINK.bits_per_s, 0.05), ALONE)
     assert found.step_s == pytest.approx(ALONE.step_s + 0.1 + 0.2 + 0.3 + 3.0 + 2 * 0.05)
     assert found.exposed_s == pytest.approx(found.step_s - ALONE.step_s)
     assert found.sent_bytes == 3e6
@@ -119,37 +125,37 @@ def test_one_chunk_does_one_thing_after_the_other():
 
 
 def test_work_hides_behind_the_wire():
-    chunks = [_course((0.1, 1e6), work_s=0.1)] * 4
+    chunks = [_trace((0.1, 1e6), work_s=0.1)] * 4
     found = predict_step([chunks], LINK, ALONE)
     assert found.exposed_s == pytest.approx(0.1 + 4.0 + 0.1)
 
 
 def test_latency_of_several_chunks_overlaps():
-    chunks = [_course((0.0, 0.0))] * THREADS
+    chunks = [_trace((0.0, 0.0))] * THREADS
     assert predict_step([chunks], Link(1e9, 0.5), ALONE).exposed_s == pytest.approx(0.5)
     assert predict_step([chunks * 2], Link(1e9, 0.5), ALONE).exposed_s == pytest.approx(1.0)
 
 
 def test_early_buckets_hide_behind_backward():
     compute = Compute(forward_s=0.0, ready_s=(0.5, 2.0), backward_s=2.0, cores=8)
-    found = predict_step([[_course((0.0, 1e6))], [_course((0.0, 1e6))]], LINK, compute)
+    found = predict_step([[_trace((0.0, 1e6))], [_trace((0.0, 1e6))]], LINK, compute)
     assert found.step_s == pytest.approx(3.0)
 
 
 def test_on_one_core_work_takes_its_time_from_backward():
     compute = Compute(forward_s=0.0, ready_s=(0.5, 2.0), backward_s=2.0, cores=1)
-    found = predict_step([[_course((0.3, 0.0), work_s=0.2)], []], LINK, compute)
+    found = predict_step([[_trace((0.3, 0.0), work_s=0.2)], []], LINK, compute)
     assert found.step_s == pytest.approx(2.5)
 
 
 def test_lanes_keep_their_order():
     """The second chunk's first collective is free at once, but waits for the first chunk's."""
-    found = predict_step([[_course((1.0, 0.0)), _course((0.0, 1e6))]], LINK, ALONE)
+    found = predict_step([[_trace((1.0, 0.0)), _trace((0.0, 1e6))]], LINK, ALONE)
     assert found.exposed_s == pytest.approx(2.0)
 
 
 def test_inside_a_node_costs_nothing():
-    chunk = Course((Send(0.0, "all_reduce", 1, 1e9), Send(0.0, "all_gather", 2, 1e6)), 0.0)
+    chunk = Trace((Send(0.0, "all_reduce", 1, 1e9), Send(0.0, "all_gather", 2, 1e6)), 0.0)
     assert predict_step([[chunk]], LINK, ALONE).exposed_s == pytest.approx(1.0)
 
 
@@ -159,34 +165,34 @@ TOLL = {"all_gather": Fit(0.1, 10e6, 1.0)}  # 0.1 s, and as much for each MB
 
 
 def test_sending_hides_the_processor_time_of_a_free_core():
-    found = predict_step([[_course((0.0, 1e6))]], LINK, ALONE, TOLL)
+    found = predict_step([[_trace((0.0, 1e6))]], LINK, ALONE, TOLL)
     assert found.exposed_s == pytest.approx(1.0)
     assert found.handling_s == pytest.approx(0.2)
 
 
 def test_a_collective_is_not_over_before_the_processor_has_seen_to_it():
-    found = predict_step([[_course((0.0, 1e6), work_s=0.3)]], Link(1e12), ALONE, TOLL)
+    found = predict_step([[_trace((0.0, 1e6), work_s=0.3)]], Link(1e12), ALONE, TOLL)
     assert found.exposed_s == pytest.approx(0.2 + 0.3, abs=1e-4)
 
 
 def test_on_one_core_collectives_take_their_time_from_backward():
     compute = Compute(forward_s=0.0, ready_s=(0.5, 2.0), backward_s=2.0, cores=1)
-    found = predict_step([[_course((0.0, 1e6))], []], Link(1e12), compute, TOLL)
+    found = predict_step([[_trace((0.0, 1e6))], []], Link(1e12), compute, TOLL)
     assert found.step_s == pytest.approx(2.2)
 
 
 def test_inside_a_node_there_is_no_toll():
-    chunk = Course((Send(0.0, "all_gather", 1, 1e6),), 0.0)
+    chunk = Trace((Send(0.0, "all_gather", 1, 1e6),), 0.0)
     assert predict_step([[chunk]], LINK, ALONE, TOLL).handling_s == 0.0
 
 
 def test_what_has_no_toll_is_free():
-    chunk = Course((Send(0.0, "all_reduce", 2, 1e6),), 0.0)
+    chunk = Trace((Send(0.0, "all_reduce", 2, 1e6),), 0.0)
     assert predict_step([[chunk]], LINK, ALONE, TOLL).handling_s == 0.0
 
 
 def test_buckets_must_match_the_compute():
-    with pytest.raises(SpecError, match="compute tells of 1 buckets, but there are 2"):
+    with pytest.raises(SpecError, match="compute has times for 1 buckets, but there are 2"):
         predict_step([[], []], LINK, ALONE)
 
 
@@ -198,9 +204,9 @@ def test_bad_compute(wrong):
         Compute(**{"forward_s": 1.0, "ready_s": (1.0,), "backward_s": 2.0, **wrong})
 
 
-def _even(course):
+def _even(trace):
     """With work that no other process has disturbed."""
-    return Course(tuple(dataclasses.replace(send, work_s=1e-5) for send in course.sends), 1e-5)
+    return Trace(tuple(dataclasses.replace(send, work_s=1e-5) for send in trace.sends), 1e-5)
 
 
 def _rising(steps):
@@ -210,11 +216,11 @@ def _rising(steps):
 
 @pytest.mark.parametrize("spec", EXCHANGES)
 def test_predictions_are_monotone_in_bandwidth_and_latency(spec):
-    courses = [[_even(course) for course in bucket] for bucket in rehearse(exchange(spec), _layouts(), 3)]
+    traces = [[_even(trace) for trace in bucket] for bucket in rehearse(exchange(spec), _layouts(), 3)]
     compute = Compute(forward_s=0.001, ready_s=(0.001, 0.002), backward_s=0.002, cores=8)
-    assert _rising([predict_step(courses, Link(rate), compute).step_s for rate in (1e9, 1e8, 1e7, 1e6)])
-    assert _rising([predict_step(courses, Link(1e8, delay), compute).step_s for delay in (0.0, 1e-4, 1e-2)])
-    assert predict_step(courses, Link(1e12), compute).step_s >= compute.step_s
+    assert _rising([predict_step(traces, Link(rate), compute).step_s for rate in (1e9, 1e8, 1e7, 1e6)])
+    assert _rising([predict_step(traces, Link(1e8, delay), compute).step_s for delay in (0.0, 1e-4, 1e-2)])
+    assert predict_step(traces, Link(1e12), compute).step_s >= compute.step_s
 
 
 @pytest.mark.parametrize("spec", [name for name in EXCHANGES if name != "noop"])

@@ -11,33 +11,32 @@ from gradwire.errors import SpecError
 from gradwire.exchanges import exchange
 from gradwire.tools.cli import main
 from gradwire.tools.cli.simulate import links_of, params_of, ranks_of, to_text, wins
-from gradwire.tools.measure.noise import noise_error
-from gradwire.tools.measure.simulate import Pick, Scene, blocks, picks, simulate
+from gradwire.tools.measure.simulate import Pick, Scene, blocks, noise_error, picks, simulate
 
-from ..report.outlooks import outlook
+from ...report.outlooks import outlook as forecast
 
 SCENE = Scene(ranks=(2, 8), links=(Link(1e8, 1e-4),), compute_s=0.01, params=300_000)
 
 
 def test_hooks_that_send_less_win_on_a_slow_link():
-    outlooks = simulate(["exact", "noop", "bf16", "int4"], SCENE)
-    assert [outlook.hook for outlook in outlooks] == ["exact", "noop", "bf16", "int4"]
-    exact, noop, bf16, int4 = ([each.step_s for each in outlook.predictions[0]] for outlook in outlooks)
+    forecasts = simulate(["exact", "noop", "bf16", "int4"], SCENE)
+    assert [forecast.hook for forecast in forecasts] == ["exact", "noop", "bf16", "int4"]
+    exact, noop, bf16, int4 = ([each.step_s for each in forecast.predictions[0]] for forecast in forecasts)
     assert noop == [pytest.approx(0.01)] * 2
     for at in range(2):
         assert noop[at] < int4[at] < bf16[at] < exact[at]
-    (row,) = picks(outlooks, SCENE)
+    (row,) = picks(forecasts, SCENE)
     assert row == [Pick("int4", int4[at], exact[at] / int4[at]) for at in range(2)]
-    told = to_text(outlooks, SCENE, [0.02, math.inf])
+    told = to_text(forecasts, SCENE, [0.02, math.inf])
     assert "error at most 0.02, on 2 to 8 ranks: bf16" in told
     assert "any error, on 2 to 8 ranks: int4" in told
 
 
 def test_every_link_is_a_row_and_exact_is_always_there():
     links = (Link(1e6), Link(1e14))
-    outlooks = simulate(["bf16"], Scene(ranks=(2, 4, 8), links=links, compute_s=0.1, params=300_000))
-    assert [outlook.hook for outlook in outlooks] == ["exact", "bf16"]
-    for each in outlooks:
+    forecasts = simulate(["bf16"], Scene(ranks=(2, 4, 8), links=links, compute_s=0.1, params=300_000))
+    assert [forecast.hook for forecast in forecasts] == ["exact", "bf16"]
+    for each in forecasts:
         slow, fast = ([found.step_s for found in row] for row in each.predictions)
         assert len(slow) == len(fast) == 3
         assert min(slow) > 5 * max(fast)
@@ -68,8 +67,8 @@ def test_random_values_tell_how_exact_a_hook_is():
 
 def _picked(times, **options):
     """The one pick among hooks that take so long."""
-    outlooks = [outlook(hook, [[step_s]]) for hook, step_s in times.items()]
-    ((pick,),) = picks(outlooks, Scene(ranks=(2,), links=(Link(1e9),), compute_s=0.01), **options)
+    forecasts = [forecast(hook, [[step_s]]) for hook, step_s in times.items()]
+    ((pick,),) = picks(forecasts, Scene(ranks=(2,), links=(Link(1e9),), compute_s=0.01), **options)
     return pick
 
 
@@ -93,20 +92,20 @@ def test_what_loses_too_much_or_does_not_average_is_never_picked():
 
 def test_numbers_of_ranks_with_the_same_pick_are_told_together():
     scene = Scene(ranks=(2, 4, 8), links=(Link(1e9),), compute_s=0.01)
-    outlooks = [outlook("exact", [[2.0, 2.0, 2.0]]), outlook("int8", [[1.0, 1.0, 2.0]])]
-    assert wins(outlooks, scene, [math.inf]) == ["any error, on 2 to 4 ranks: int8", "any error, on 8 ranks: exact"]
+    forecasts = [forecast("exact", [[2.0, 2.0, 2.0]]), forecast("int8", [[1.0, 1.0, 2.0]])]
+    assert wins(forecasts, scene, [math.inf]) == ["any error, on 2 to 4 ranks: int8", "any error, on 8 ranks: exact"]
 
 
 def test_a_grid_as_text():
     scene = Scene(ranks=(2, 512), links=(Link(1e8), Link(1e9)), compute_s=0.01)
-    outlooks = [outlook("exact", [[4.0, 8.0], [1.0, 2.0]]), outlook("int8", [[2.0, 3.0], [1.0, 1.0]])]
-    assert to_text(outlooks, scene, [0.02]).splitlines() == [
+    forecasts = [forecast("exact", [[4.0, 8.0], [1.0, 2.0]]), forecast("int8", [[2.0, 3.0], [1.0, 1.0]])]
+    assert to_text(forecasts, scene, [0.02]).splitlines() == [
         "Which hook to use: 124M parameters, 10.0 ms of compute, without latency",
         "",
         "error at most 0.02",
-        "ranks                   2          512",
-        "100 Mbit/s     int8 2.00x   int8 2.67x",
-        "1 Gbit/s      exact 1.00x   int8 2.00x",
+        "ranks                 2         512",
+        "100 Mbit/s   int8 2.00x  int8 2.67x",
+        "1 Gbit/s    exact 1.00x  int8 2.00x",
     ]
 
 

@@ -10,12 +10,12 @@ import pytest
 from gradwire.errors import SpecError
 from gradwire.tools.cli import main
 from gradwire.tools.measure import grid
-from gradwire.tools.measure.grid import Grid
+from gradwire.tools.measure.grid import BenchGrid
 from gradwire.tools.records.jsonl import append, read
 from gradwire.tools.records.records import Cell, Origin, Settings
 
+from ...report.kit import run
 from ..cli.test_cli import children, wait_until_gone
-from ..report.kit import run
 
 
 @pytest.fixture
@@ -38,12 +38,12 @@ def call(path, *options):
 
 
 def test_baselines_come_first_and_specs_are_canonical():
-    made = Grid(hooks=["fp16", "exact", "int8:block=256"], links=["1000mbit", "1gbit", "none"], ranks=[2, 2])
+    made = BenchGrid(hooks=["fp16", "exact", "int8:block=256"], links=["1000mbit", "1gbit", "none"], ranks=[2, 2])
     assert made.hooks == ["exact", "noop", "fp16", "int8"]
     assert made.links == ["1gbit", "none"]
     assert made.cells()[0] == Cell(0, 2, "1gbit", "exact")
     assert len(made.cells()) == 8
-    assert len(Grid().cells()) > 10
+    assert len(BenchGrid().cells()) > 10
 
 
 def test_every_cell_is_measured_once(tmp_path, ranks, capsys):
@@ -88,8 +88,8 @@ def test_resume_measures_only_what_is_missing(tmp_path, ranks, capsys):
     ("done", "told"),
     [
         (0, "nothing is saved yet, as all hooks of a link and number of ranks train in turns and end together\n"),
-        (1, "3 of 9 cells are in {path}; go on with --resume\n"),
-        (2, "6 of 9 cells are in {path}; go on with --resume\n"),
+        (1, "3 of 9 cells are in {path}; continue with --resume\n"),
+        (2, "6 of 9 cells are in {path}; continue with --resume\n"),
     ],
 )
 def test_ctrl_c_says_what_is_saved_and_resume_goes_on_from_there(tmp_path, ranks, monkeypatch, capsys, done, told):
@@ -163,7 +163,7 @@ def test_help_has_examples(capsys, verb):
 
 def test_settings_of_a_grid_are_checked():
     with pytest.raises(SpecError, match="seed"):
-        Grid(settings=Settings(seed=-1))
+        BenchGrid(settings=Settings(seed=-1))
 
 
 @pytest.mark.thorough
@@ -182,7 +182,7 @@ def test_an_interrupted_bench_keeps_what_is_done_and_goes_on(tmp_path, capsys):
     finally:
         bench.kill()
     assert (bench.returncode, out) == (130, "")
-    assert f"3 of 6 cells are in {path}; go on with --resume" in err
+    assert f"3 of 6 cells are in {path}; continue with --resume" in err
     for process in started:
         wait_until_gone(process)
     assert [each.cell.hook for each in read(path).runs] == ["exact", "noop", "int8"]

@@ -12,7 +12,7 @@ import gradwire
 from gradwire.tools.cli import VERBS, main
 from gradwire.tools.records.jsonl import append
 
-from ..report.kit import runs
+from ...report.kit import runs
 
 GRADWIRE = (sys.executable, "-m", "gradwire")
 
@@ -81,7 +81,7 @@ def test_bad_input_is_one_line_and_code_2(capsys, argv, message):
     "words", [("bench", "--ranks", "2", "64"), ("probe", "--nproc", "64"), ("demo", "--nproc", "64")]
 )
 def test_no_verb_starts_many_ranks_on_a_few_cores(monkeypatch, tmp_path, capsys, words):
-    monkeypatch.setattr("gradwire.tools.launch.local.cores", lambda: 2)
+    monkeypatch.setattr("gradwire.tools.launch.launch.cores", lambda: 2)
     monkeypatch.chdir(tmp_path)
     assert main(words) == 2
     assert "ranks must be between 1 and 8 on a machine with 2 cores, got 64\n" in capsys.readouterr().err
@@ -130,15 +130,15 @@ def test_ctrl_c_while_torch_loads_ends_without_a_traceback():
         assert (demo.returncode, out, err) == (130, "", "gradwire: interrupted\n")
 
 
-def test_a_short_demo(tmp_path):
-    command = (*GRADWIRE, "demo", "--steps", "4", "--hooks", "int8", "--json")
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False)
-    assert done.returncode == 0, done.stderr
-    content = json.loads(done.stdout)
+def test_a_short_demo_measures_trains_and_writes_a_page(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    assert main(["demo", "--steps", "4", "--hooks", "int8", "--link", "10gbit", "--json"]) == 0
+    printed = capfd.readouterr()
+    content = json.loads(printed.out)
     advice, runs = content["advice"], {run["cell"]["hook"]: run for run in content["records"]}
     assert [row["hook"] for row in advice["hooks"]] == ["exact", "bf16", "int8"]
     assert {*runs} == {"exact", "noop", "int8", advice["pick"]}
-    assert {advice["headroom"]["link"], *(run["cell"]["link"] for run in runs.values())} == {"1gbit"}
+    assert {advice["headroom"]["link"], *(run["cell"]["link"] for run in runs.values())} == {"10gbit"}
     assert {(run["record"]["steps"], len(run["losses"]), run["settings"]["seed"]) for run in runs.values()} == {
         (4, 4, 0)
     }
@@ -152,7 +152,7 @@ def test_a_short_demo(tmp_path):
     page = (tmp_path / "gradwire-demo.html").read_text()
     assert all(f'id="{chart}"' in page for chart in ("headroom-0", "stack-0", "speed-up-2", "error-2", "loss-2"))
     assert f"<h2>{'Use ' + advice['pick'] if advice['compress'] else 'Do not compress'}</h2>" in page
-    assert "headroom: step " in done.stderr
+    assert "headroom: step " in printed.err
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,14 @@ import pytest
 import torch
 
 from gradwire.errors import GradwireError, SpecError
-from gradwire.tools.text import HELD_OUT_EVERY, even_windows, library_text, random_windows
-from gradwire.tools.workload import Workload, WorkloadSettings
+from gradwire.tools.workload import (
+    HELD_OUT_EVERY,
+    Workload,
+    WorkloadSettings,
+    even_windows,
+    library_text,
+    random_windows,
+)
 
 SMALL = WorkloadSettings(layers=1, width=32, heads=2, context=32, batch=4, text_bytes=2_000_000, eval_windows=6)
 
@@ -104,7 +110,7 @@ def test_the_text_is_in_order_without_tests_and_held_out_by_file(tmp_path):
 
 
 def test_a_python_without_sources_says_so(tmp_path):
-    with pytest.raises(GradwireError, match="found 0; raise text_bytes, or use a Python"):
+    with pytest.raises(GradwireError, match="got 0; raise text_bytes, or use a Python"):
         random_windows(library_text(1000, tmp_path).train, 1, 33, 0)
 
 

@@ -7,8 +7,8 @@ from gradwire.tools.cli.demo import to_json, to_text
 from gradwire.tools.demo import Demo, demo
 from gradwire.tools.records.records import Settings
 
-from ..advisor.test_advise import FREE, advice
 from ..report.kit import run
+from .measure.test_advise import FREE, advice
 
 HOOKS = ("exact", "noop", "int8", "bf16", "int4")
 PAGE = Path("some.html")
@@ -27,7 +27,7 @@ def test_the_text_goes_from_the_headroom_to_the_line_to_paste_and_the_page():
     assert hooks.startswith("2. Hooks")
     assert "<- use this" in hooks
     assert training.startswith("3. Training: 40 steps under each hook")
-    assert answer.startswith("Use int8: ")
+    assert answer.startswith("Use int8. ")
     assert line == '    gradwire.register(ddp_model, "int8")'
     assert report == "report: some.html"
     assert max(map(len, text.splitlines())) <= 100
@@ -45,7 +45,7 @@ def test_the_table_has_a_row_a_hook_with_its_loss_and_fits_a_terminal():
 
 def test_where_it_does_not_pay_text_and_page_say_so():
     found = made(headroom=FREE)
-    assert "Do not compress: 5% of a step" in to_text(found, PAGE)
+    assert "Do not compress. The training is not network-bound." in to_text(found, PAGE)
     page = found.to_html()
     assert "<h2>Do not compress</h2>" in page
     assert "<pre" not in page

@@ -1,8 +1,8 @@
 import pytest
 
 from gradwire.errors import SpecError
-from gradwire.tools.launch.local import RankFailed, run_ranks, threads_each
-from gradwire.tools.measure.hooks import measure
+from gradwire.tools.launch.launch import RunFailed, run_ranks, threads_each
+from gradwire.tools.measure.grid import measure
 from gradwire.tools.records.records import Settings
 
 from . import targets
@@ -23,7 +23,7 @@ def test_results_come_in_the_order_of_the_ranks():
 
 
 def test_an_error_shows_the_traceback_of_the_rank_that_made_it_once():
-    with pytest.raises(RankFailed) as caught:
+    with pytest.raises(RunFailed) as caught:
         run(targets.fail_on_rank_1)
     text = str(caught.value)
     assert text.startswith("rank 1 failed:\nTraceback")
@@ -32,7 +32,7 @@ def test_an_error_shows_the_traceback_of_the_rank_that_made_it_once():
 
 
 def test_a_rank_that_dies_is_named_with_its_last_words():
-    with pytest.raises(RankFailed, match="rank 1 was killed by SIGKILL") as caught:
+    with pytest.raises(RunFailed, match="rank 1 was killed by SIGKILL") as caught:
         run(targets.die_on_rank_1)
     assert str(caught.value).endswith("rank 1 was here")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 NEEDED = ("accelerate", "lightning", "transformers")
 LIGHTNING = ("examples/lightning_ddp.py",)
 ACCELERATE = ("examples/accelerate_ddp.py",)

@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 
 from gradwire.errors import SpecError
-from gradwire.tools.launch import Script, ScriptFailed
+from gradwire.tools.launch import RunFailed, Script
 from gradwire.tools.launch.launch import launch
 from gradwire.tools.launch.plan import new_plan
-from gradwire.tools.launch.processes import below, end_all
-from gradwire.tools.launch.supervise import Command, supervise
+from gradwire.tools.launch.supervise import Command, below, end_all, supervise
 
 
 @pytest.fixture
@@ -46,7 +45,7 @@ def test_all_end_well(plan, capfd):
     ],
 )
 def test_the_exit_code_of_a_rank_is_kept_and_the_others_are_ended(plan, program, text, code):
-    with pytest.raises(ScriptFailed) as caught:
+    with pytest.raises(RunFailed) as caught:
         supervise(ranks("import time; time.sleep(1000)", program), plan)
     assert (str(caught.value), caught.value.exit_code) == (text, code)
 
@@ -55,13 +54,13 @@ def test_the_error_that_is_no_echo_is_told(plan):
     note(plan, 0, "connection closed", echo=True, time_s=1)
     note(plan, 1, "the cause", echo=False, time_s=2)
     note(plan, 2, "a later one", echo=False, time_s=3)
-    with pytest.raises(ScriptFailed, match=r"^rank 1 failed:\nthe cause$"):
+    with pytest.raises(RunFailed, match=r"^rank 1 failed:\nthe cause$"):
         supervise(ranks("raise SystemExit(1)"), plan)
 
 
 def test_a_rank_that_dies_without_a_word_is_told_before_the_echoes_of_it(plan):
     note(plan, 0, "another rank failed", echo=True, time_s=1)
-    with pytest.raises(ScriptFailed) as caught:
+    with pytest.raises(RunFailed) as caught:
         supervise(ranks("raise SystemExit(1)", "import os; os.kill(os.getpid(), 9)"), plan)
     assert (str(caught.value), caught.value.exit_code) == ("rank 1 was killed by SIGKILL", 137)
 
@@ -69,13 +68,13 @@ def test_a_rank_that_dies_without_a_word_is_told_before_the_echoes_of_it(plan):
 def test_torchrun_is_not_blamed_for_its_ranks(plan):
     note(plan, 0, "another rank failed", echo=True, time_s=1)
     torchrun = Command("torchrun", [sys.executable, "-c", "raise SystemExit(1)"], os.environ)
-    with pytest.raises(ScriptFailed, match=r"^rank 0 failed:\nanother rank failed$"):
+    with pytest.raises(RunFailed, match=r"^rank 0 failed:\nanother rank failed$"):
         supervise([torchrun], plan)
 
 
 def test_a_traceback_that_a_process_has_shown_itself_is_not_repeated(plan):
     note(plan, 1, "Traceback:\n  a line\nValueError: no", echo=False, time_s=1, shown=True)
-    with pytest.raises(ScriptFailed, match=r"^rank 1 failed, see above: ValueError: no$"):
+    with pytest.raises(RunFailed, match=r"^rank 1 failed, see above: ValueError: no$"):
         supervise(ranks("raise SystemExit(1)"), plan)
 
 
@@ -147,10 +146,10 @@ def test_notes_are_whole_and_go_with_the_run():
         plan.write(name, {"steps": 1})
         plan.write(name, {"steps": 2})
         plan.write(plan.new_note("failed"), 3)
-        assert plan.notes("model") == [{"steps": 2}]
+        assert plan.read("model") == [{"steps": 2}]
     assert not Path(plan.folder).exists()
     plan.write(name, {"steps": 3})  # from a process that ends later
-    assert plan.notes("model") == []
+    assert plan.read("model") == []
 
 
 @pytest.mark.parametrize(
