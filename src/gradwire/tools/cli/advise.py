@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import math
+import functools
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -12,9 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from gradwire.errors import SpecError
+from gradwire.tools.cli.arguments import (
+    add_json,
+    add_link,
+    add_script,
+    add_verb,
+    error_limit,
+    ranks_of,
+    results_to,
+    script_of,
+)
 from gradwire.tools.cli.headroom import WIDTH
 from gradwire.tools.cli.headroom import to_text as headroom_text
-from gradwire.tools.cli.script import add_script, ranks_of, results_to, script_of
 from gradwire.tools.measure.advise import Advice, Row, advise
 from gradwire.tools.measure.headroom import STEPS
 from gradwire.tools.records import plain
@@ -25,37 +34,36 @@ from gradwire.tools.report.advised import to_page
 from gradwire.tools.report.write import check_page, save
 
 HEADS = ("hook", "predicted ms", "measured ms", "speed-up", "MB sent", "error", "")
+DESCRIPTION = """\
+Measure the headroom, predict the step time of every hook, measure the most promising hooks and their error on the
+model's own gradients, and recommend one, or none.
+"""
 EXAMPLES = """\
-examples:
-  gradwire advise                                        the built-in GPT on 2 local ranks
-  gradwire advise --link 1gbit                           the same on an emulated link of 1 Gbit/s
-  gradwire advise --nproc 2 train.py --epochs 1          a script of yours, unmodified, until enough is known
-  gradwire advise --report report.html --nproc 2 train.py
-                                                         the same, and a page with charts
-  gradwire advise --max-error 0.1 --hooks int8 int4 powersgd:rank=8 --nproc 2 train.py
+gradwire advise                                        the built-in GPT on 2 local ranks
+gradwire advise --link 1gbit                           the same on an emulated link of 1 Gbit/s
+gradwire advise --nproc 2 train.py --epochs 1          a script of yours, unmodified, until enough is known
+gradwire advise --report report.html --nproc 2 train.py
+                                                       the same, and a page with charts
+gradwire advise --max-error 0.1 --hooks int8 int4 powersgd:rank=8 --nproc 2 train.py
 """
 
 
 def add(verbs: Any, line: str) -> None:
     """Add the verb and its options."""
-    parser = verbs.add_parser(
-        "advise",
-        help=line,
-        description="Measure the headroom, predict the step time of every hook, measure the most promising hooks and\n"
-        "their error on the model's own gradients, and recommend one, or none.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = add_verb(verbs, "advise", line, DESCRIPTION, EXAMPLES)
     parser.add_argument(
-        "--max-error", type=limit_of, default=0.02, help="largest relative error of the mean (default: %(default)s)"
+        "--max-error",
+        type=functools.partial(error_limit, finite=True),
+        default=0.02,
+        help="largest relative error of the mean (default: %(default)s)",
     )
     parser.add_argument("--hooks", nargs="+", default=[], metavar="SPEC", help="hooks to choose from (default: all)")
     parser.add_argument(
         "--steps", type=int, default=STEPS, help="steps to time for the headroom (default: %(default)s)"
     )
-    parser.add_argument("--link", metavar="LINK", help="emulate a slower link, such as 100mbit,latency=5ms")
+    add_link(parser)
     parser.add_argument("--report", type=Path, metavar="PATH", help="write a page with charts, such as report.html")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    add_json(parser)
     add_script(parser, required=False)
     parser.set_defaults(run=run)
 
@@ -84,17 +92,6 @@ def run(args: argparse.Namespace) -> None:
         if args.report is not None:
             save(args.report, to_page(advice))
         print(to_json(advice, args.report) if args.json else to_text(advice, args.report), flush=True)
-
-
-def limit_of(text: str) -> float:
-    """A finite number above 0."""
-    try:
-        limit = float(text)
-    except ValueError:
-        limit = math.nan
-    if not 0 < limit < math.inf:
-        raise argparse.ArgumentTypeError(f"must be above 0 and finite, got {text!r}")
-    return limit
 
 
 def check_hooks(hooks: Sequence[str]) -> None:

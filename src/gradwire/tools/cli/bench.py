@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from gradwire.tools.cli.arguments import add_json, add_verb
 from gradwire.tools.measure.grid import BASELINES, BenchGrid, all_hooks, held_by, measure_cells
 from gradwire.tools.records import plain
 from gradwire.tools.records.jsonl import read
@@ -18,26 +19,22 @@ from gradwire.tools.report.summary import summarise
 from gradwire.tools.report.write import check_writable
 
 STEPS = 40
+DESCRIPTION = """\
+Train the same small GPT under every hook, on every link and number of ranks, and append a record for each to a file.
+Hooks on the same link and number of ranks train in turns, and their records are written together at the end. After
+Ctrl-C, --resume continues with the missing records.
+"""
 EXAMPLES = """\
-examples:
-  gradwire bench
-  gradwire bench --hooks bf16 int8 int4 --links none 1gbit 100mbit,latency=5ms --repeats 3
-  gradwire bench --ranks 2 4 --out ranks.jsonl --resume
-  gradwire report records.jsonl
+gradwire bench
+gradwire bench --hooks bf16 int8 int4 --links none 1gbit 100mbit,latency=5ms --repeats 3
+gradwire bench --ranks 2 4 --out ranks.jsonl --resume
+gradwire report records.jsonl
 """
 
 
 def add(verbs: Any, line: str) -> None:
     """Add the verb and its options."""
-    parser = verbs.add_parser(
-        "bench",
-        help=line,
-        description="Train the same small GPT under every hook, on every link and number of ranks, and append a\n"
-        "record for each to a file. Hooks on the same link and number of ranks train in turns, and their records are\n"
-        "written together at the end. After Ctrl-C, --resume continues with the missing records.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = add_verb(verbs, "bench", line, DESCRIPTION, EXAMPLES)
     parser.add_argument(
         "--hooks",
         nargs="+",
@@ -60,7 +57,7 @@ def add(verbs: Any, line: str) -> None:
         "--out", type=Path, default=Path("records.jsonl"), help="file of records (default: %(default)s)"
     )
     parser.add_argument("--resume", action="store_true", help="continue an existing file: measure what it lacks")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    add_json(parser)
     parser.set_defaults(run=run)
 
 

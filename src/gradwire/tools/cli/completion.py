@@ -10,28 +10,25 @@ from typing import Any
 
 from gradwire.errors import GradwireError
 from gradwire.exchanges import EXCHANGES, POLICIES
+from gradwire.tools.cli.arguments import add_verb
 
 SHELLS = ("bash", "zsh", "fish")
 HOOKS = {"--hooks": (*EXCHANGES, *POLICIES), "--hook": (*EXCHANGES, *POLICIES, "auto")}
 """The names that an option takes. `auto` chooses among hooks, so it is not one to choose from."""
+DESCRIPTION = """\
+Print a script that completes verbs, options and the names of hooks.
+"""
 EXAMPLES = """\
-examples:
-  source <(gradwire completion bash)                                      for this shell
-  gradwire completion bash > ~/.local/share/bash-completion/completions/gradwire
-  gradwire completion zsh > ~/.zsh/completions/_gradwire                  a folder on $fpath
-  gradwire completion fish > ~/.config/fish/completions/gradwire.fish
+source <(gradwire completion bash)                                      for this shell
+gradwire completion bash > ~/.local/share/bash-completion/completions/gradwire
+gradwire completion zsh > ~/.zsh/completions/_gradwire                  a folder on $fpath
+gradwire completion fish > ~/.config/fish/completions/gradwire.fish
 """
 
 
 def add(verbs: Any, line: str) -> None:
     """Add the verb and its options."""
-    parser = verbs.add_parser(
-        "completion",
-        help=line,
-        description="Print a script that completes verbs, options and the names of hooks.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = add_verb(verbs, "completion", line, DESCRIPTION, EXAMPLES)
     parser.add_argument("shell", choices=SHELLS, help="the shell to print the script for")
     parser.set_defaults(run=run)
 

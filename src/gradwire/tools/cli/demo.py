@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gradwire.tools.cli.advise import answer_text, hooks_text
+from gradwire.tools.cli.arguments import add_json, add_verb
 from gradwire.tools.cli.headroom import WIDTH
 from gradwire.tools.cli.headroom import to_text as headroom_text
 from gradwire.tools.demo import TRAINED, Demo, demo, link_text
@@ -25,25 +26,21 @@ STEPS = 40
 PAGE = Path("gradwire-demo.html")
 LEFT_OUT = ("wait, ms", "bits a value")
 """Columns of the page that do not fit in a terminal of 80 characters."""
+DESCRIPTION = """\
+On local processes and an emulated link: measure the time that communication costs a small GPT, recommend a hook for
+it, train under that hook and a few others, and write a page with the results.
+"""
 EXAMPLES = """\
-examples:
-  gradwire demo
-  gradwire demo --link 100mbit,latency=5ms --report slow.html
-  gradwire demo --hooks int8 int6 powersgd:rank=8 --steps 100
-  gradwire demo --nproc 4 --seed 1 --json > demo.json
+gradwire demo
+gradwire demo --link 100mbit,latency=5ms --report slow.html
+gradwire demo --hooks int8 int6 powersgd:rank=8 --steps 100
+gradwire demo --nproc 4 --seed 1 --json > demo.json
 """
 
 
 def add(verbs: Any, line: str) -> None:
     """Add the verb and its options."""
-    parser = verbs.add_parser(
-        "demo",
-        help=line,
-        description="On local processes and an emulated link: measure the time that communication costs a small GPT,\n"
-        "recommend a hook for it, train under that hook and a few others, and write a page with the results.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = add_verb(verbs, "demo", line, DESCRIPTION, EXAMPLES)
     parser.add_argument(
         "--link", default=LINK, help=f"link to emulate; {NO_LINK} is the real one (default: %(default)s)"
     )
@@ -64,7 +61,7 @@ def add(verbs: Any, line: str) -> None:
     parser.add_argument(
         "--report", type=Path, default=PAGE, metavar="PATH", help="page to write (default: %(default)s)"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    add_json(parser)
     parser.set_defaults(run=run)
 
 

@@ -10,41 +10,36 @@ from contextlib import nullcontext
 from typing import Any
 
 from gradwire.errors import SpecError
-from gradwire.tools.cli.script import add_script, ranks_of, results_to, script_of
+from gradwire.tools.cli.arguments import add_json, add_link, add_script, add_verb, ranks_of, results_to, script_of
 from gradwire.tools.launch.launch import is_rank
 from gradwire.tools.measure.headroom import FEW, STEPS, Headroom, headroom
 from gradwire.tools.records import plain
 from gradwire.tools.records.progress import Lines, progress
 from gradwire.tools.records.table import text_table
 
+DESCRIPTION = """\
+Train in turns with and without communication, and report whether a hook could make the training faster. The training
+is not changed: the gradients of a step without communication are averaged when the step's time has been taken.
+"""
 EXAMPLES = """\
-examples:
-  gradwire headroom                                      the built-in GPT on 2 local ranks
-  gradwire headroom --link 1gbit,latency=1ms             the same on an emulated, slower link
-  gradwire headroom --nproc 2 train.py --epochs 1        a script of yours, unmodified
-  gradwire headroom --steps 200 --stop --nproc 2 train.py
-  torchrun --nnodes 2 ... -m gradwire headroom train.py
+gradwire headroom                                      the built-in GPT on 2 local ranks
+gradwire headroom --link 1gbit,latency=1ms             the same on an emulated, slower link
+gradwire headroom --nproc 2 train.py --epochs 1        a script of yours, unmodified
+gradwire headroom --steps 200 --stop --nproc 2 train.py
+torchrun --nnodes 2 ... -m gradwire headroom train.py
 """
 WIDTH = 100
 
 
 def add(verbs: Any, line: str) -> None:
     """Add the verb and its options."""
-    parser = verbs.add_parser(
-        "headroom",
-        help=line,
-        description="Train in turns with and without communication, and report whether a hook could make the training\n"
-        "faster. The training is not changed: the gradients of a step without communication are averaged when the\n"
-        "step's time has been taken.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = add_verb(verbs, "headroom", line, DESCRIPTION, EXAMPLES)
     parser.add_argument(
         "--steps", type=int, default=STEPS, help="steps to time, of both kinds together (default: %(default)s)"
     )
-    parser.add_argument("--link", metavar="LINK", help="emulate a slower link, such as 100mbit,latency=5ms")
+    add_link(parser)
     parser.add_argument("--stop", action="store_true", help="end the script when the steps are timed")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    add_json(parser)
     add_script(parser, required=False)
     parser.set_defaults(run=run)
 

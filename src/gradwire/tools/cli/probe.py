@@ -6,39 +6,36 @@ import argparse
 import sys
 from typing import Any
 
+from gradwire.tools.cli.arguments import add_json, add_link, add_verb
 from gradwire.tools.measure.probe import is_launched, probe_launched, probe_local
 from gradwire.tools.records import plain
 from gradwire.tools.records.progress import progress
 from gradwire.tools.records.table import text_table
 
+DESCRIPTION = """\
+Time each collective over several sizes, fit latency and bandwidth to the times, and time every codec. This starts
+local processes, or measures between the processes that torchrun has started.
+"""
 EXAMPLES = """\
-examples:
-  gradwire probe                                  2 local processes on the real link
-  gradwire probe --nproc 4 --link 1gbit,latency=1ms
-  torchrun --nnodes 2 --nproc-per-node 1 --rdzv-endpoint HOST:29500 -m gradwire probe --json
+gradwire probe                                  2 local processes on the real link
+gradwire probe --nproc 4 --link 1gbit,latency=1ms
+torchrun --nnodes 2 --nproc-per-node 1 --rdzv-endpoint HOST:29500 -m gradwire probe --json
 """
 FIT_HEADS = ("latency us", "Mbit/s sent", "R^2")
 
 
 def add(verbs: Any, line: str) -> None:
     """Add the verb and its options."""
-    parser = verbs.add_parser(
-        "probe",
-        help=line,
-        description="Time each collective over several sizes, fit latency and bandwidth to the times, and time every\n"
-        "codec. This starts local processes, or measures between the processes that torchrun has started.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = add_verb(verbs, "probe", line, DESCRIPTION, EXAMPLES)
     parser.add_argument("--nproc", type=int, default=2, help="number of local processes (default: %(default)s)")
-    parser.add_argument("--link", metavar="LINK", help="emulate a slower link, such as 100mbit,latency=5ms")
+    add_link(parser)
     parser.add_argument(
         "--pairs",
         action="store_true",
         default=None,
         help="measure each pair of ranks by itself as well (default: if the ranks are on several hosts)",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    add_json(parser)
     parser.set_defaults(run=run)
 
 

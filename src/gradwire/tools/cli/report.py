@@ -7,26 +7,23 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from gradwire.tools.cli.arguments import add_verb
 from gradwire.tools.report.write import PAGE, STDOUT, check_page, check_writable, report
 
+DESCRIPTION = """\
+Turn the records of `gradwire bench` into one self-contained HTML page, or into markdown for a pull request, with a
+recommendation: which hook to use, or none.
+"""
 EXAMPLES = """\
-examples:
-  gradwire report records.jsonl
-  gradwire report records.jsonl --out today.html
-  gradwire report records.jsonl --format md
+gradwire report records.jsonl
+gradwire report records.jsonl --out today.html
+gradwire report records.jsonl --format md
 """
 
 
 def add(verbs: Any, line: str) -> None:
     """Add the verb and its options."""
-    parser = verbs.add_parser(
-        "report",
-        help=line,
-        description="Turn the records of `gradwire bench` into one self-contained HTML page, or into markdown for a\n"
-        "pull request, with a recommendation: which hook to use, or none.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = add_verb(verbs, "report", line, DESCRIPTION, EXAMPLES)
     parser.add_argument("records", type=Path, help="file of records")
     parser.add_argument(
         "--out", type=Path, help=f"file to write, - for stdout (default: {PAGE} for html, stdout for md)"

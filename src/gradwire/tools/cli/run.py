@@ -6,34 +6,30 @@ import argparse
 import sys
 from typing import Any
 
-from gradwire.tools.cli.script import add_script, ranks_of, script_of
+from gradwire.tools.cli.arguments import add_link, add_script, add_verb, ranks_of, script_of
 from gradwire.tools.launch.run import run as run_script
 from gradwire.tools.records import plain
 
+DESCRIPTION = """\
+Run an unmodified DDP script under a hook, which is registered when the script builds its DistributedDataParallel. It
+is an error if the script never builds one, or registers a hook of its own.
+"""
 EXAMPLES = """\
-examples:
-  gradwire run --hook bf16 --nproc 2 train.py --epochs 3       like torchrun --nproc-per-node 2 train.py --epochs 3
-  gradwire run --hook int4 train.py                            a script that starts its ranks itself
-  gradwire run --hook powersgd:rank=2 --nproc 8 -m project.train
-  gradwire run --hook int8 --link 1gbit,latency=1ms --nproc 2 train.py
-  torchrun --nnodes 2 --nproc-per-node 8 ... -m gradwire.run --hook int4 train.py
+gradwire run --hook bf16 --nproc 2 train.py --epochs 3       like torchrun --nproc-per-node 2 train.py --epochs 3
+gradwire run --hook int4 train.py                            a script that starts its ranks itself
+gradwire run --hook powersgd:rank=2 --nproc 8 -m project.train
+gradwire run --hook int8 --link 1gbit,latency=1ms --nproc 2 train.py
+torchrun --nnodes 2 --nproc-per-node 8 ... -m gradwire.run --hook int4 train.py
 """
 
 
 def add(verbs: Any, line: str) -> None:
     """Add the verb and its options."""
-    parser = verbs.add_parser(
-        "run",
-        help=line,
-        description="Run an unmodified DDP script under a hook, which is registered when the script builds its\n"
-        "DistributedDataParallel. It is an error if the script never builds one, or registers a hook of its own.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = add_verb(verbs, "run", line, DESCRIPTION, EXAMPLES)
     parser.add_argument(
         "--hook", required=True, metavar="SPEC", help="the hook, such as bf16, int4, powersgd:rank=2 or auto"
     )
-    parser.add_argument("--link", metavar="LINK", help="emulate a slower link, such as 100mbit,latency=5ms")
+    add_link(parser)
     parser.add_argument(
         "--json",
         action="store_true",

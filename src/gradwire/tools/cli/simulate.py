@@ -14,6 +14,7 @@ from typing import Any
 
 from gradwire.errors import SpecError
 from gradwire.exchanges import EXCHANGES
+from gradwire.tools.cli.arguments import add_json, add_verb, error_limit
 from gradwire.tools.launch.link import Link, seconds
 from gradwire.tools.measure.simulate import Forecast, Pick, Scene, as_dict, picks, simulate
 from gradwire.tools.records import plain
@@ -22,12 +23,15 @@ from gradwire.tools.records.table import text_table
 from gradwire.tools.report.winners import latency_text, limit_text, link_text, to_html
 from gradwire.tools.report.write import check_page, save
 
+DESCRIPTION = """\
+Predict step times with the cost model. Hooks are rehearsed on one core of this machine as they would run on that
+number of ranks; the link and the compute are simulated. With several links, print which hook to use on each.
+"""
 EXAMPLES = """\
-examples:
-  gradwire simulate --ranks 8..4096 --links 10gbit --latency 50us --compute 100ms
-  gradwire simulate --report winners.html              where each hook wins, over links and ranks, as a page
-  gradwire simulate --ranks 2,4,8 --links 100mbit 1gbit --compute 2s --params 1.3B --hooks bf16 int8 int4
-  gradwire simulate --links 25gbit 100gbit --compute 80ms --codec-speed 30 --cores 2 --max-error 0.05 --json
+gradwire simulate --ranks 8..4096 --links 10gbit --latency 50us --compute 100ms
+gradwire simulate --report winners.html              where each hook wins, over links and ranks, as a page
+gradwire simulate --ranks 2,4,8 --links 100mbit 1gbit --compute 2s --params 1.3B --hooks bf16 int8 int4
+gradwire simulate --links 25gbit 100gbit --compute 80ms --codec-speed 30 --cores 2 --max-error 0.05 --json
 """
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
 LINK = "10gbit"
@@ -37,15 +41,7 @@ LIMITS = (0.02, 0.2, math.inf)
 
 def add(verbs: Any, line: str) -> None:
     """Add the verb and its options."""
-    parser = verbs.add_parser(
-        "simulate",
-        help=line,
-        description="Predict step times with the cost model. Hooks are rehearsed on one core of this machine as they\n"
-        "would run on that number of ranks; the link and the compute are simulated. With several links, print which\n"
-        "hook to use on each.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = add_verb(verbs, "simulate", line, DESCRIPTION, EXAMPLES)
     parser.add_argument(
         "--ranks", default="2..512", help="numbers of ranks: 8..512 (doubling) or 2,4,6 (default: %(default)s)"
     )
@@ -81,13 +77,13 @@ def add(verbs: Any, line: str) -> None:
     parser.add_argument(
         "--max-error",
         nargs="+",
-        type=limit_of,
+        type=error_limit,
         default=list(LIMITS),
         metavar="E",
         help="largest relative error of the mean on random values; one pick for each (default: 0.02 0.2 inf)",
     )
     parser.add_argument("--report", type=Path, metavar="PATH", help="write a page, such as winners.html")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    add_json(parser)
     parser.set_defaults(run=run)
 
 
@@ -128,17 +124,6 @@ def _link_of(text: str, latency: str | None) -> Link:
     if link.latency_s:
         raise SpecError(f"the latency is given twice: --links {text} and --latency {latency}")
     return dataclasses.replace(link, latency_s=seconds(latency, "--latency"))
-
-
-def limit_of(text: str) -> float:
-    """A number above 0; `inf` means no limit."""
-    try:
-        limit = float(text)
-    except ValueError:
-        limit = math.nan
-    if not limit > 0:
-        raise argparse.ArgumentTypeError(f"must be above 0, or inf for no limit, got {text!r}")
-    return limit
 
 
 def ranks_of(text: str) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """Runs at the start of every Python process below `gradwire run`, and patches DDP when the process imports torch.
 
-It must cost nothing in processes without torch, so it imports neither torch nor gradwire; gradwire is only imported when
-a model is built. Another `sitecustomize` on the path is run as well.
+It must cost nothing in processes without torch, so it imports neither torch nor gradwire; gradwire is imported when a
+model is built. Another `sitecustomize` on the path is run as well.
 """
 
 from __future__ import annotations

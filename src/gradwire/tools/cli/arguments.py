@@ -1,16 +1,19 @@
-"""The arguments of verbs that run a user's script: the script itself, and how its ranks are started."""
+"""What verbs share: how they are declared, and the arguments of those that run a user's script."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import sys
+import textwrap
 from collections.abc import Iterator
 from typing import Any, TextIO
 
 from gradwire.tools.launch.script import Script
 
+HELP_WIDTH = 100
 TORCHRUN = {
     "--nnodes": "N",
     "--node-rank": "N",
@@ -24,6 +27,40 @@ TORCHRUN = {
     "--local-addr": "HOST",
 }
 """Options that are passed on to torchrun, with the names of their values."""
+
+
+def add_verb(verbs: Any, name: str, line: str, description: str, examples: str) -> argparse.ArgumentParser:
+    """Declare a verb with a line for the list of verbs, and a description and examples for its help."""
+    parser: argparse.ArgumentParser = verbs.add_parser(
+        name,
+        help=line,
+        description=textwrap.fill(description, HELP_WIDTH),
+        epilog=f"examples:\n{textwrap.indent(examples, '  ')}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    return parser
+
+
+def add_link(parser: argparse.ArgumentParser) -> None:
+    """The option `--link`."""
+    parser.add_argument("--link", metavar="LINK", help="emulate a slower link, such as 100mbit,latency=5ms")
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """The option `--json`."""
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+
+def error_limit(text: str, *, finite: bool = False) -> float:
+    """The type of `--max-error`: a number above 0; `inf` means no limit, unless it must be `finite`."""
+    try:
+        limit = float(text)
+    except ValueError:
+        limit = math.nan
+    if not limit > 0 or (finite and limit == math.inf):
+        allowed = "above 0 and finite" if finite else "above 0, or inf for no limit"
+        raise argparse.ArgumentTypeError(f"must be {allowed}, got {text!r}")
+    return limit
 
 
 def add_script(parser: argparse.ArgumentParser, *, required: bool) -> None:
