@@ -52,7 +52,7 @@ def test_what_is_missed_is_told(capsys):
     assert "missed: mlp, 1gbit: auto against bf16" in told
 
 
-def test_all_met():
+def test_a_cell_that_meets_all_goals_passes():
     cell = _cell([70, 77, 74])
     cell["hooks"][2]["predicted_ms"] = 75
     assert advice_table.print_summary([cell])

@@ -13,11 +13,12 @@ from gradwire.tools.cli import VERBS, main
 from gradwire.tools.records.jsonl import append
 
 from ...report.kit import runs
+from .messages import is_short
 
 GRADWIRE = (sys.executable, "-m", "gradwire")
 
 
-def test_version(capsys):
+def test_the_version_is_printed(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"gradwire {gradwire.__version__}\n"
 
@@ -69,11 +70,11 @@ def test_help_has_examples(capsys, argv, example):
         (["report", "/"], "cannot read /: it is a folder; name a file of records in it"),
     ],
 )
-def test_bad_input_is_one_line_and_code_2(capsys, argv, message):
+def test_bad_input_has_a_short_message_and_exit_code_2(capsys, argv, message):
     assert main(argv) == 2
     printed = capsys.readouterr()
     assert message in printed.err
-    assert printed.err.count("\n") == 1
+    assert is_short(printed.err)
     assert printed.out == ""
 
 

@@ -32,7 +32,7 @@ def note(plan, rank, text, *, echo, time_s, shown=False):
     plan.write(plan.new_note("failed"), content)
 
 
-def test_all_end_well(plan, capfd):
+def test_commands_that_all_succeed_raise_nothing(plan, capfd):
     supervise(ranks(*(f"import os; os.write(1, b'{word} ')" for word in ("one", "two"))), plan)
     assert sorted(capfd.readouterr().out.split()) == ["one", "two"]
 

@@ -139,7 +139,7 @@ def test_what_does_not_compare_is_not_added(tmp_path, ranks, capsys):
         (["--hooks", "plain", "--links", "1gbit"], "plain cannot run on an emulated link"),
     ],
 )
-def test_bad_input_is_one_line_and_code_2(tmp_path, ranks, capsys, options, message):
+def test_bad_input_has_a_short_message_and_exit_code_2(tmp_path, ranks, capsys, options, message):
     path = tmp_path / "records.jsonl"
     assert call(path, *options) == 2
     assert message in capsys.readouterr().err

@@ -117,7 +117,7 @@ def test_too_few_steps_are_refused():
         (["--nproc", "1", "--nnodes", "1"], "nproc is 1: there is no communication to measure"),
     ],
 )
-def test_bad_input_is_one_line(capsys, words, message):
+def test_bad_input_has_a_short_message(capsys, words, message):
     assert main(["headroom", *words]) == 2
     printed = capsys.readouterr()
     assert message in printed.err
