@@ -39,11 +39,10 @@ from advice_tasks import TASKS, Task
 from gradwire.advisor import predict_step, rehearse
 from gradwire.auto.settings import Auto
 from gradwire.exchanges import EXCHANGES
-from gradwire.tools.launch.local import Report, run_ranks
-from gradwire.tools.measure.compute import measure_compute
-from gradwire.tools.measure.cost import Compute
+from gradwire.tools.launch.launch import Report, run_ranks
+from gradwire.tools.measure.compute import Compute, measure_compute
 from gradwire.tools.measure.probe import Probe, probe
-from gradwire.tools.measure.rehearse import Layout
+from gradwire.tools.measure.rehearse import BucketLayout
 from gradwire.tools.records.progress import progress
 
 PREDICT_ROUNDS = 3
@@ -229,7 +228,7 @@ def hook_of(run: Run) -> gradwire.Hook:
     return run.hook
 
 
-def layouts_of(hook: gradwire.Hook) -> list[Layout]:
+def layouts_of(hook: gradwire.Hook) -> list[BucketLayout]:
     """Its buckets, in order."""
     return [hook.layouts[index] for index in sorted(hook.layouts)]
 
@@ -238,8 +237,8 @@ def predict(hook: gradwire.Hook, wire: Probe, compute: Compute, came_s: Mapping[
     """Seconds of a step in the hook's own buckets; `came_s` says when the gradient of each parameter is there."""
     layouts = layouts_of(hook)
     ready_s = itertools.accumulate((max(came_s[part.name] for part in layout) for layout in layouts), max)
-    courses = rehearse(hook.exchange, layouts, hook.size)
-    return predict_step(courses, wire, replace(compute, ready_s=tuple(ready_s)), wire.toll).step_s
+    traces = rehearse(hook.exchange, layouts, hook.size)
+    return predict_step(traces, wire, replace(compute, ready_s=tuple(ready_s)), wire.cpu_cost).step_s
 
 
 def predict_all(runs: Sequence[Run], spare: Run, wire: Probe) -> None:

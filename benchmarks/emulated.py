@@ -32,7 +32,7 @@ import gradwire
 import netns
 from gradwire.advisor import EmulatedLink, Link, predict_step, rehearse
 from gradwire.exchanges import EXCHANGES
-from gradwire.tools.launch.local import Report, run_ranks
+from gradwire.tools.launch.launch import Report, run_ranks
 from gradwire.tools.records.progress import progress
 from shaped import BATCH, LAYERS, WIDTH
 
@@ -129,8 +129,8 @@ def predict_all(records: list[dict[str, Any]], any_run: Run, link: Link, size: i
     compute = measure_compute(any_run.hook, any_run.forward, steps=15, cores=1)
     layouts = [any_run.hook.layouts[index] for index in sorted(any_run.hook.layouts)]
     for record in records:
-        courses = rehearse(gradwire.exchange(record["hook"]), layouts, size)
-        record["predicted_ms"] = 1e3 * predict_step(courses, link, compute).step_s
+        traces = rehearse(gradwire.exchange(record["hook"]), layouts, size)
+        record["predicted_ms"] = 1e3 * predict_step(traces, link, compute).step_s
 
 
 class Run:

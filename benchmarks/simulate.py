@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from gradwire.advisor import Compute, EmulatedLink, Link, predict_step, rehearse
 from gradwire.exchanges.bucket import segments_of
-from gradwire.tools.launch.local import Report, cores, run_ranks
+from gradwire.tools.launch.launch import Report, cores, run_ranks
 from gradwire.tools.measure.compute import measure_compute
 from gradwire.tools.measure.fit import Fit
 from gradwire.tools.measure.probe import probe
@@ -118,15 +118,15 @@ def predicted(found: Mapping[str, Any], ranks: int) -> list[dict[str, Any]]:
         codec_speed=min(share, 1.0),
     )
     compute = compute_of(found["compute"], alone_s, scene.cores)
-    toll = {name: slower(Fit(**told), scene.codec_speed) for name, told in found["toll"].items()}
+    cpu_cost = {name: slower(Fit(**told), scene.codec_speed) for name, told in found["cpu_cost"].items()}
     hooks = list(next(iter(found["measured_s"].values())))
     records = []
-    for hook, outlook in zip(hooks, simulate(hooks, scene), strict=True):
+    for hook, forecast in zip(hooks, simulate(hooks, scene), strict=True):
         with one_thread():
-            courses = faster(rehearse(gradwire.exchange(hook), layouts, ranks), scene.codec_speed)
+            traces = faster(rehearse(gradwire.exchange(hook), layouts, ranks), scene.codec_speed)
         for at, (link, measured_s) in enumerate(found["measured_s"].items()):
-            own_s = predict_step(courses, scene.links[at], compute, toll).step_s
-            told = {"own_s": own_s, "simulated_s": outlook.predictions[at][0].step_s, "measured_s": measured_s[hook]}
+            own_s = predict_step(traces, scene.links[at], compute, cpu_cost).step_s
+            told = {"own_s": own_s, "simulated_s": forecast.predictions[at][0].step_s, "measured_s": measured_s[hook]}
             records.append({"ranks": ranks, "link": link, "hook": hook, **told})
     return records
 
@@ -171,7 +171,7 @@ def run(rank: int, size: int, job: Mapping[str, Any], report: Report) -> dict[st
             link: {hook: statistics.median(steps[link, hook]) for hook in job["hooks"]} for link in job["links"]
         },
         "compute": dataclasses.asdict(training.compute()),
-        "toll": {name: dataclasses.asdict(fit) for name, fit in probe(training.hook, pairs=False).toll.items()},
+        "cpu_cost": {name: dataclasses.asdict(fit) for name, fit in probe(training.hook, pairs=False).cpu_cost.items()},
         "buckets": [[(part.name, list(part.param.shape)) for part in layout] for layout in layouts],
     }
 

@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from gradwire.tools.measure.hooks import checked, measure
+from gradwire.tools.measure.grid import checked, measure
 from gradwire.tools.records.records import PLAIN, Record, Settings
 from gradwire.tools.workload import WorkloadSettings
 

@@ -3,6 +3,9 @@
 import sys
 
 from gradwire.tools.cli import main
+from gradwire.tools.launch.run import run
+
+__all__ = ["run"]
 
 if __name__ == "__main__":
     sys.exit(main(["run", *sys.argv[1:]]))

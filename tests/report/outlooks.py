@@ -3,7 +3,7 @@
 import math
 
 from gradwire.advisor import Link, Prediction
-from gradwire.tools.measure.simulate import Outlook, Scene
+from gradwire.tools.measure.simulate import Forecast, Scene
 
 ERRORS = {"exact": 1e-8, "noop": 1.7, "bf16": 2e-3, "int8": 9e-3, "int4": 0.12, "sign": 0.7}
 BITS = {"exact": 32, "noop": 0, "bf16": 16, "int8": 8.2, "int4": 4.2, "sign": 1.1}
@@ -18,7 +18,7 @@ def outlook(hook, steps):
     """Of step times by link and ranks."""
     rest = {"sent_bytes": 0.0, "work_s": 0.0, "handling_s": 0.0, "wire_s": 0.0, "exposed_s": 0.0}
     rows = tuple(tuple(Prediction(step_s=step_s, **rest) for step_s in row) for row in steps)
-    return Outlook(hook, hook != "noop", ERRORS[hook], rows)
+    return Forecast(hook, hook != "noop", ERRORS[hook], rows)
 
 
 def outlooks(scene=SCENE):

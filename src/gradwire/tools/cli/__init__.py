@@ -1,7 +1,7 @@
-"""The command line: `gradwire <verb>`, one file a verb.
+"""The command line: `gradwire <verb>`, with one file per verb.
 
-Importing this is light, and a verb is imported within `main`: torch takes seconds to load, and Ctrl-C in that time
-should end like any other. `--help` and `--version` do without torch.
+Importing this package is fast, and a verb is imported within `main`: torch takes seconds to load, and Ctrl-C meanwhile
+must end without a traceback. `--help` and `--version` do not load torch.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ from gradwire.errors import GradwireError, SpecError
 from gradwire.version import __version__
 
 VERBS = {
-    "demo": "does compression pay for a small GPT on a slow link? headroom, advice and a page",
+    "demo": "show whether compression pays for a small GPT on a slow link, and write a page",
     "run": "run an unmodified DDP script under a hook",
-    "headroom": "measure what the network costs, which is the most that any hook can gain",
-    "advise": "which hook is best for this model on this network, if any",
+    "headroom": "measure the time that communication costs, which is the most a hook can save",
+    "advise": "recommend a hook for this model on this network, or none",
     "probe": "measure latency and bandwidth between the ranks, and the speed of the codecs",
-    "simulate": "predict the step time of every hook on more ranks than there are here",
+    "simulate": "predict the step time of every hook on more ranks than this machine has",
     "bench": "measure hooks x links x ranks into a file of records",
     "report": "turn a file of records into a page, or into markdown",
     "completion": "print a completion script for a shell",
 }
-"""Each in a line; the module of the same name has the rest."""
+"""A line about each verb; the module of the same name has its options."""
 EXAMPLES = """\
 examples:
-  gradwire demo                        does compression pay for a small GPT on 1 Gbit/s? in a minute or two
+  gradwire demo                        does compression pay for a small GPT on 1 Gbit/s? (one to two minutes)
   gradwire demo --link 100mbit         the same on a slower link
   gradwire run --hook bf16 --nproc 2 train.py
                                        an unmodified DDP script under a hook
-  gradwire headroom --nproc 2 train.py how much faster any hook could make it
-  gradwire advise --nproc 2 train.py   which hook to use, if any
+  gradwire headroom --nproc 2 train.py how much faster a hook could make it at most
+  gradwire advise --nproc 2 train.py   which hook to use, or none
   gradwire probe --link 1gbit          latency and bandwidth of each collective, speed of each codec
-  gradwire simulate --ranks 8..1024    step times of every hook on more ranks than there are here
+  gradwire simulate --ranks 8..1024    step times of every hook on more ranks than this machine has
   gradwire bench --links none 1gbit    hooks x links x ranks, into records.jsonl
-  gradwire report records.jsonl        the records as a page, with what to do
+  gradwire report records.jsonl        the records as a page with a recommendation
   gradwire demo --help                 all options of a verb
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line. 0: done, 1: it failed, 2: it was not understood, 130: interrupted; a script's own is kept."""
+    """Run a command line. Returns 0: done, 1: failed, 2: wrong arguments, 130: interrupted; or the code of a script."""
     _take_any_text()
     try:
         args = _parsed(sys.argv[1:] if argv is None else argv)
@@ -63,30 +63,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     except GradwireError as error:
         return _fail(error, getattr(error, "exit_code", 1))
     except KeyboardInterrupt:
-        gc.freeze()  # collecting what torch leaves takes half a second: time in which we should be gone
+        gc.freeze()  # garbage collection at exit would take half a second
         return _fail("interrupted", 130)
-    except OSError as error:  # whoever read our output has gone, or there is no room for it
+    except OSError as error:  # the reader of the output has gone, or the disk is full
         if error.errno not in (errno.EPIPE, errno.ENOSPC):
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter writes the rest
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter tries to write the rest
         return 1 if error.errno == errno.EPIPE else _fail(f"cannot write: {error.strerror}", 1)
     return 0
 
 
 def _take_any_text() -> None:
-    """Where the terminal's encoding has no sign for a character it gets a question mark, and no traceback."""
-    if isinstance(sys.stdout, io.TextIOWrapper):  # stderr writes such characters as numbers anyway
+    """Print a question mark for a character that the terminal's encoding does not have, instead of failing."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # stderr escapes such characters by itself
         sys.stdout.reconfigure(errors="replace")
 
 
 def parser(loaded: Collection[str] = VERBS) -> argparse.ArgumentParser:
-    """Every verb; those in `loaded` with their options, for which their modules are imported."""
+    """The parser of all verbs. Those in `loaded` have their options, for which their modules are imported."""
     top = Parser(
         prog="gradwire",
         description="Average gradients across ranks with fewer bytes on the wire.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    top.set_defaults(all_verbs=parser)
     top.add_argument("--version", action="version", version=f"gradwire {__version__}")
     verbs = top.add_subparsers(title="verbs", metavar="<verb>", required=True)
     for verb, line in VERBS.items():
@@ -99,19 +100,19 @@ def parser(loaded: Collection[str] = VERBS) -> argparse.ArgumentParser:
 
 
 def _parsed(words: Sequence[str]) -> argparse.Namespace:
-    """What a command line asks for. Of all verbs only its own is imported."""
+    """Parse a command line. Only the verb that it names is imported."""
     verb = [word for word in words if word in VERBS][:1]
     with _ended_by_ctrl_c():
         top = parser(verb)
     args, unknown = top.parse_known_args(words)
-    if unknown:  # the verb's own parser knows whose --help to point to
+    if unknown:  # the verb's own parser names the right --help
         args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     return args
 
 
 @contextlib.contextmanager
 def _ended_by_ctrl_c() -> Iterator[None]:
-    """While modules load: numpy and torch would turn KeyboardInterrupt into errors of their own, or swallow it."""
+    """While modules load, exit at Ctrl-C: numpy and torch turn KeyboardInterrupt into other errors, or ignore it."""
     ours = threading.current_thread() is threading.main_thread()
     if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
@@ -124,7 +125,7 @@ def _ended_by_ctrl_c() -> Iterator[None]:
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
+    """Reports errors in one line."""
 
     def error(self, message: str) -> NoReturn:
         """Exit with code 2."""
@@ -132,6 +133,6 @@ class Parser(argparse.ArgumentParser):
 
 
 def _fail(error: object, code: int) -> int:
-    if str(error):  # else whatever failed has said so itself
+    if str(error):  # else the error has been shown already
         print(f"gradwire: {error}" if error == "interrupted" else f"gradwire: error: {error}", file=sys.stderr)
     return code

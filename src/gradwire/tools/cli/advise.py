@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import math
+import functools
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -12,61 +12,74 @@ from pathlib import Path
 from typing import Any
 
 from gradwire.errors import SpecError
+from gradwire.tools.cli.arguments import (
+    add_json,
+    add_link,
+    add_script,
+    add_verb,
+    error_limit,
+    ranks_of,
+    results_to,
+    script_of,
+)
 from gradwire.tools.cli.headroom import WIDTH
 from gradwire.tools.cli.headroom import to_text as headroom_text
-from gradwire.tools.cli.script import add_script, ranks_of, results, script_of
 from gradwire.tools.measure.advise import Advice, Row, advise
 from gradwire.tools.measure.headroom import STEPS
 from gradwire.tools.records import plain
 from gradwire.tools.records.progress import Lines, progress
+from gradwire.tools.records.recommend import BASELINE
+from gradwire.tools.records.table import text_table
 from gradwire.tools.report.advised import to_page
 from gradwire.tools.report.write import check_page, save
 
+HEADS = ("hook", "predicted ms", "measured ms", "speed-up", "MB sent", "error", "")
+DESCRIPTION = """\
+Measure the headroom, predict the step time of every hook, measure the most promising hooks and their error on the
+model's own gradients, and recommend one, or none.
+"""
 EXAMPLES = """\
-examples:
-  gradwire advise                                        the built-in GPT on 2 local ranks
-  gradwire advise --link 1gbit                           the same, as if on a link of 1 Gbit/s
-  gradwire advise --nproc 2 train.py --epochs 1          your own script, unmodified, until enough is known
-  gradwire advise --report report.html --nproc 2 train.py
-                                                         and a page with charts
-  gradwire advise --max-error 0.1 --hooks int8 int4 powersgd:rank=8 --nproc 2 train.py
+gradwire advise                                        the built-in GPT on 2 local ranks
+gradwire advise --link 1gbit                           the same on an emulated link of 1 Gbit/s
+gradwire advise --nproc 2 train.py --epochs 1          a script of yours, unmodified, until enough is known
+gradwire advise --report report.html --nproc 2 train.py
+                                                       the same, and a page with charts
+gradwire advise --max-error 0.1 --hooks int8 int4 powersgd:rank=8 --nproc 2 train.py
 """
 
 
 def add(verbs: Any, line: str) -> None:
-    """The verb, in a line, and its options."""
-    parser = verbs.add_parser(
-        "advise",
-        help=line,
-        description="Measure the headroom, predict the step time of every hook, measure the most promising ones, check "
-        "their\nerror on the model's own gradients, and recommend one, or none.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    """Add the verb and its options."""
+    parser = add_verb(verbs, "advise", line, DESCRIPTION, EXAMPLES)
+    parser.add_argument(
+        "--max-error",
+        type=functools.partial(error_limit, finite=True),
+        default=0.02,
+        help="largest relative error of the mean (default: %(default)s)",
     )
-    parser.add_argument("--max-error", type=limit_of, default=0.02, help="of the mean, relative (default: %(default)s)")
-    parser.add_argument("--hooks", nargs="+", default=[], metavar="SPEC", help="look at these only (default: all)")
+    parser.add_argument("--hooks", nargs="+", default=[], metavar="SPEC", help="hooks to choose from (default: all)")
     parser.add_argument(
         "--steps", type=int, default=STEPS, help="steps to time for the headroom (default: %(default)s)"
     )
-    parser.add_argument("--link", metavar="LINK", help="emulate a slower link, such as 100mbit,latency=5ms")
+    add_link(parser)
     parser.add_argument("--report", type=Path, metavar="PATH", help="write a page with charts, such as report.html")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    add_json(parser)
     add_script(parser, required=False)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
-    """Do it."""
+    """Measure and print the advice."""
     check_hooks(args.hooks)
     script, ranks = script_of(args) if args.script else None, ranks_of(args)
     title = "gradwire advise"
     if args.report is not None:
         check_page(args.report)
     with (
-        results(alone=args.json and script is not None),
+        results_to(alone=args.json and script is not None),
         progress(sys.stderr, title) if script is None else nullcontext(Lines(sys.stderr, title).show) as report,
     ):
-        found = advise(
+        advice = advise(
             script,
             hooks=args.hooks,
             max_error=args.max_error,
@@ -75,25 +88,14 @@ def run(args: argparse.Namespace) -> None:
             report=report,
             **ranks,
         )
-    if found is not None:
+    if advice is not None:
         if args.report is not None:
-            save(args.report, to_page(found))
-        print(to_json(found, args.report) if args.json else to_text(found, args.report), flush=True)
-
-
-def limit_of(text: str) -> float:
-    """A number above 0, and finite: it is a limit that a hook can miss."""
-    try:
-        limit = float(text)
-    except ValueError:
-        limit = math.nan
-    if not 0 < limit < math.inf:
-        raise argparse.ArgumentTypeError(f"must be above 0 and finite, got {text!r}")
-    return limit
+            save(args.report, to_page(advice))
+        print(to_json(advice, args.report) if args.json else to_text(advice, args.report), flush=True)
 
 
 def check_hooks(hooks: Sequence[str]) -> None:
-    """SpecError for a script among them: `--hooks` takes every word up to the next option."""
+    """SpecError if a script is among the hooks: `--hooks` takes every word up to the next option."""
     for at, word in enumerate(hooks):
         if Path(word).is_file():
             given = " ".join(hooks[:at] or ["SPEC"])
@@ -103,41 +105,36 @@ def check_hooks(hooks: Sequence[str]) -> None:
             )
 
 
-def to_json(found: Advice, path: Path | None) -> str:
-    """Everything, and where the page is."""
-    return plain.to_json({**found.as_dict(), "report": None if path is None else str(path)})
+def to_json(advice: Advice, path: Path | None) -> str:
+    """Everything, with the path of the page."""
+    return plain.to_json({**advice.as_dict(), "report": None if path is None else str(path)})
 
 
-def to_text(found: Advice, path: Path | None = None) -> str:
-    """What is printed."""
-    parts = [headroom_text(found.headroom), hooks_text(found), answer_text(found)]
+def to_text(advice: Advice, path: Path | None = None) -> str:
+    """The headroom, the table of hooks, and the recommendation."""
+    parts = [headroom_text(advice.headroom), hooks_text(advice), answer_text(advice)]
     return "\n\n".join([*parts, *([] if path is None else [f"report: {path}"])])
 
 
-def hooks_text(found: Advice) -> str:
-    """A row a hook: first those that were measured, from the fastest, then the others as they are predicted."""
-    exact = next(row for row in found.rows if row.hook == "exact")
-    ordered = sorted(found.rows, key=lambda row: (row.measured_s is None, row.measured_s or row.predicted_s))
-    return "\n".join([HEADER, *(_line(row, exact, found) for row in ordered)])
+def hooks_text(advice: Advice) -> str:
+    """The table of hooks: first the measured ones, from the fastest, then the others by their predicted time."""
+    exact = next(row for row in advice.rows if row.hook == BASELINE)
+    ordered = sorted(advice.rows, key=lambda row: (row.measured_s is None, row.measured_s or row.predicted_s))
+    return text_table([HEADS, *(_cells(row, exact, advice) for row in ordered)], right=range(1, 6))
 
 
-def answer_text(found: Advice) -> str:
-    """What to do, and the line to paste."""
-    return f"{textwrap.fill(found.reason(), WIDTH)}\n\n    {found.line}"
+def answer_text(advice: Advice) -> str:
+    """The recommendation, and the line to add to the script."""
+    return f"{textwrap.fill(advice.reason(), WIDTH)}\n\n    {advice.line}"
 
 
-def _line(row: Row, exact: Row, found: Advice) -> str:
-    measured = ratio = "-"
+def _cells(row: Row, exact: Row, advice: Advice) -> tuple[str, ...]:
+    measured = speed_up = "-"
     if row.measured_s is not None:
         measured = f"{1e3 * row.measured_s:.1f}"
-        ratio = f"{(exact.measured_s or row.measured_s) / row.measured_s:.2f}x"
-    mark = "  <- use this" if row.hook == found.pick and found.compress else ""
-    if row.error > found.max_error:
-        mark = "  error too large"
-    return (
-        f"{row.hook:<20}{1e3 * row.predicted_s:>13.1f}{measured:>12}{ratio:>9}{row.sent_bytes / 1e6:>9.2f}"
-        f"{row.error:>9.1e}{mark}"
-    )
-
-
-HEADER = f"{'hook':<20}{'predicted ms':>13}{'measured ms':>12}{'speed-up':>9}{'MB sent':>9}{'error':>9}"
+        speed_up = f"{(exact.measured_s or row.measured_s) / row.measured_s:.2f}x"
+    mark = "<- use this" if row.hook == advice.recommendation.hook else ""
+    if row.error > advice.max_error:
+        mark = "error too large"
+    times = f"{1e3 * row.predicted_s:.1f}", measured, speed_up
+    return row.hook, *times, f"{row.sent_bytes / 1e6:.2f}", f"{row.error:.1e}", mark

@@ -10,79 +10,78 @@ from contextlib import nullcontext
 from typing import Any
 
 from gradwire.errors import SpecError
-from gradwire.tools.cli.script import add_script, ranks_of, results, script_of
-from gradwire.tools.launch.follow import is_rank
+from gradwire.tools.cli.arguments import add_json, add_link, add_script, add_verb, ranks_of, results_to, script_of
+from gradwire.tools.launch.launch import is_rank
 from gradwire.tools.measure.headroom import FEW, STEPS, Headroom, headroom
 from gradwire.tools.records import plain
 from gradwire.tools.records.progress import Lines, progress
+from gradwire.tools.records.table import text_table
 
+DESCRIPTION = """\
+Train in turns with and without communication, and report whether a hook could make the training faster. The training
+is not changed: the gradients of a step without communication are averaged when the step's time has been taken.
+"""
 EXAMPLES = """\
-examples:
-  gradwire headroom                                      the built-in GPT on 2 local ranks
-  gradwire headroom --link 1gbit,latency=1ms             the same, as if on a slower link
-  gradwire headroom --nproc 2 train.py --epochs 1        your own script, unmodified
-  gradwire headroom --steps 200 --stop --nproc 2 train.py
-  torchrun --nnodes 2 ... -m gradwire headroom train.py
+gradwire headroom                                      the built-in GPT on 2 local ranks
+gradwire headroom --link 1gbit,latency=1ms             the same on an emulated, slower link
+gradwire headroom --nproc 2 train.py --epochs 1        a script of yours, unmodified
+gradwire headroom --steps 200 --stop --nproc 2 train.py
+torchrun --nnodes 2 ... -m gradwire headroom train.py
 """
 WIDTH = 100
 
 
 def add(verbs: Any, line: str) -> None:
-    """The verb, in a line, and its options."""
-    parser = verbs.add_parser(
-        "headroom",
-        help=line,
-        description="Train by turns with and without communication, and say whether a hook could make the run faster.\n"
-        "The training is not changed: gradients of steps without are averaged later, off the clock.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    """Add the verb and its options."""
+    parser = add_verb(verbs, "headroom", line, DESCRIPTION, EXAMPLES)
+    parser.add_argument(
+        "--steps", type=int, default=STEPS, help="steps to time, of both kinds together (default: %(default)s)"
     )
-    parser.add_argument("--steps", type=int, default=STEPS, help="steps to time, of both kinds (default: %(default)s)")
-    parser.add_argument("--link", metavar="LINK", help="emulate a slower link, such as 100mbit,latency=5ms")
-    parser.add_argument("--stop", action="store_true", help="end the script once the steps are timed")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    add_link(parser)
+    parser.add_argument("--stop", action="store_true", help="end the script when the steps are timed")
+    add_json(parser)
     add_script(parser, required=False)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
-    """Do it."""
+    """Measure and print the result."""
     script, ranks = script_of(args) if args.script else None, ranks_of(args)
     if args.stop and is_rank(**ranks):
-        raise SpecError("--stop ends ranks that gradwire starts (--nproc N); here a launcher has started them")
-    title = "gradwire headroom"  # a bar would fight with what the script prints
-    told: list[Headroom] = []
+        raise SpecError("--stop ends ranks that gradwire starts (--nproc N), but a launcher has started this one")
+    title = "gradwire headroom"  # a bar would mix with the output of a script
+    results: list[Headroom] = []
     with (
-        results(alone=args.json and script is not None) as out,
+        results_to(alone=args.json and script is not None) as out,
         progress(sys.stderr, title) if script is None else nullcontext(Lines(sys.stderr, title).show) as report,
     ):
 
-        def tell(found: Headroom) -> None:
-            told.append(found)
-            print(plain.to_json(found.as_dict()) if args.json else to_text(found), file=out, flush=True)
+        def tell(result: Headroom) -> None:
+            results.append(result)
+            print(plain.to_json(result.as_dict()) if args.json else to_text(result), file=out, flush=True)
 
         options = {"steps": args.steps, "link": args.link, "stop": args.stop, "report": report}
-        found = headroom(script, tell=None if script is None else tell, **options, **ranks)
-        if found is not None and not told:
-            tell(found)
+        last = headroom(script, tell=None if script is None else tell, **options, **ranks)
+        if last is not None and not results:
+            tell(last)
 
 
-def to_text(found: Headroom) -> str:
-    """What is printed."""
-    low, high = found.exposed_between
-    link = "" if found.link is None else f", on an emulated link of {found.link}"
-    lines = [
-        f"{len(found.with_s)} steps of each kind on {found.ranks} ranks{link}; median (quartiles), slowest rank:",
-        f"  with communication     {_times(found.with_s)}",
-        f"  without communication  {_times(found.without_s)}",
-        f"  exposed communication  {found.exposed_s * 1e3:8.2f} ms, {found.exposed:.1%} of a step "
-        f"({'95%' if len(found.rounds()) >= FEW else 'seen'}: {low:.1%} to {high:.1%})",
-        f"  ceiling on speed-up    {found.ceiling:8.2f} x",
-        textwrap.fill(found.verdict(), WIDTH),
+def to_text(result: Headroom) -> str:
+    """The table of step times, and the verdict."""
+    low, high = result.exposed_between
+    link = "" if result.link is None else f", on an emulated link of {result.link}"
+    interval = f"{'95%' if len(result.rounds()) >= FEW else 'seen'}: {low:.1%} to {high:.1%}"
+    rows = [
+        ("step time of the slowest rank", "median ms", "quartiles"),
+        ("with communication", *_times(result.with_s)),
+        ("without communication", *_times(result.without_s)),
+        ("exposed communication", f"{result.exposed_s * 1e3:.2f}", f"{result.exposed:.1%} of a step ({interval})"),
+        ("ceiling on speed-up", f"{result.ceiling:.2f}x", ""),
     ]
-    return "\n".join(lines)
+    title = f"{len(result.with_s)} steps of each kind on {result.ranks} ranks{link}"
+    return "\n".join([title, text_table(rows, right={1}), textwrap.fill(result.verdict(), WIDTH)])
 
 
-def _times(times_s: tuple[float, ...]) -> str:
+def _times(times_s: tuple[float, ...]) -> tuple[str, str]:
     low_s, _, high_s = statistics.quantiles(times_s, n=4, method="inclusive")
-    return f"{statistics.median(times_s) * 1e3:8.2f} ms ({low_s * 1e3:.2f} to {high_s * 1e3:.2f})"
+    return f"{statistics.median(times_s) * 1e3:.2f}", f"{low_s * 1e3:.2f} to {high_s * 1e3:.2f}"

@@ -6,71 +6,71 @@ import argparse
 import sys
 from typing import Any
 
-from gradwire.tools.measure.probe_ranks import is_launched, probe_launched, probe_local
+from gradwire.tools.cli.arguments import add_json, add_link, add_verb
+from gradwire.tools.measure.probe import is_launched, probe_launched, probe_local
 from gradwire.tools.records import plain
 from gradwire.tools.records.progress import progress
+from gradwire.tools.records.table import text_table
 
-EXAMPLES = """\
-examples:
-  gradwire probe                                  2 local processes, as they are
-  gradwire probe --nproc 4 --link 1gbit,latency=1ms
-  torchrun --nnodes 2 --nproc-per-node 1 --rdzv-endpoint HOST:29500 -m gradwire probe --json
+DESCRIPTION = """\
+Time each collective over several sizes, fit latency and bandwidth to the times, and time every codec. This starts
+local processes, or measures between the processes that torchrun has started.
 """
+EXAMPLES = """\
+gradwire probe                                  2 local processes on the real link
+gradwire probe --nproc 4 --link 1gbit,latency=1ms
+torchrun --nnodes 2 --nproc-per-node 1 --rdzv-endpoint HOST:29500 -m gradwire probe --json
+"""
+FIT_HEADS = ("latency us", "Mbit/s sent", "R^2")
 
 
 def add(verbs: Any, line: str) -> None:
-    """The verb, in a line, and its options."""
-    parser = verbs.add_parser(
-        "probe",
-        help=line,
-        description="Time each collective over sizes, fit latency and bandwidth, and time every codec. Starts local\n"
-        "processes, or measures between those that torchrun has started.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--nproc", type=int, default=2, help="local processes (default: %(default)s)")
-    parser.add_argument("--link", metavar="LINK", help="emulate a slower link, such as 100mbit,latency=5ms")
+    """Add the verb and its options."""
+    parser = add_verb(verbs, "probe", line, DESCRIPTION, EXAMPLES)
+    parser.add_argument("--nproc", type=int, default=2, help="number of local processes (default: %(default)s)")
+    add_link(parser)
     parser.add_argument(
         "--pairs",
         action="store_true",
         default=None,
-        help="each pair of ranks by itself as well (default: where ranks sit on several hosts)",
+        help="measure each pair of ranks by itself as well (default: if the ranks are on several hosts)",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    add_json(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
-    """Do it."""
+    """Measure and print the result, on rank 0 only."""
     with progress(sys.stderr, "gradwire probe") as report:
         if is_launched():
-            found = probe_launched(link=args.link, pairs=args.pairs, report=lambda part, doing: None)
+            result = probe_launched(link=args.link, pairs=args.pairs, report=lambda part, doing: None)
         else:
-            found = probe_local(args.nproc, link=args.link, pairs=args.pairs, report=report)
-    if found is not None:
-        print(plain.to_json(found) if args.json else to_text(found), flush=True)
+            result = probe_local(args.nproc, link=args.link, pairs=args.pairs, report=report)
+    if result is not None:
+        print(plain.to_json(result) if args.json else to_text(result), flush=True)
 
 
-def to_text(found: dict[str, Any]) -> str:
-    """What is printed."""
-    hosts = len(set(found["hosts"]))
-    return "\n".join(
-        [
-            f"{found['size']} ranks on {hosts} host{'s' * (hosts > 1)}",
-            f"\n{'collective':<18}{'latency us':>12}{'Mbit/s sent':>13}{'R^2':>8}{'cpu us':>9}{'cpu us/MB':>11}",
-            *(_fit_line(name, fit) + _toll(found["toll"][name]) for name, fit in found["fits"].items()),
-            *([f"\n{'ranks':<18}{'latency us':>12}{'Mbit/s sent':>13}{'R^2':>8}"] if found["pairs"] else []),
-            *(_fit_line(name, fit) for name, fit in found["pairs"].items()),
-            f"\n{'codec':<18}{'encode':>12}{'decode, add':>13}  ns a value, one core of rank 0",
-            *(f"{name:<18}{s['encode_ns']:>12.2f}{s['decode_ns']:>13.2f}" for name, s in found["speeds"].items()),
-        ]
-    )
+def to_text(result: dict[str, Any]) -> str:
+    """The tables of collectives, of pairs of ranks and of codecs."""
+    hosts = len(set(result["hosts"]))
+    collectives = [
+        (name, *_fit_cells(fit), *_cpu_cells(result["cpu_cost"][name])) for name, fit in result["fits"].items()
+    ]
+    pairs = [(name, *_fit_cells(fit)) for name, fit in result["pairs"].items()]
+    codecs = [(name, f"{each['encode_ns']:.2f}", f"{each['decode_ns']:.2f}") for name, each in result["speeds"].items()]
+    tables = [
+        text_table([("collective", *FIT_HEADS, "cpu us", "cpu us/MB"), *collectives], right=range(1, 6)),
+        *([text_table([("ranks", *FIT_HEADS), *pairs], right=range(1, 4))] if pairs else []),
+        text_table([("codec", "encode", "decode, add"), *codecs], right=(1, 2)),
+    ]
+    title = f"{result['size']} ranks on {hosts} host{'s' * (hosts > 1)}; codecs in ns per value, on one core of rank 0"
+    return "\n\n".join([title, *tables])
 
 
-def _fit_line(name: str, fit: dict[str, float]) -> str:
-    return f"{name:<18}{1e6 * fit['alpha_s']:>12.0f}{8e-6 * fit['bytes_per_s']:>13.0f}{fit['r_squared']:>8.3f}"
+def _fit_cells(fit: dict[str, float]) -> tuple[str, str, str]:
+    return f"{1e6 * fit['alpha_s']:.0f}", f"{8e-6 * fit['bytes_per_s']:.0f}", f"{fit['r_squared']:.3f}"
 
 
-def _toll(fit: dict[str, float]) -> str:
-    """Processor time of a rank, for a collective and for a MB sent."""
-    return f"{1e6 * fit['alpha_s']:>9.0f}{1e12 / fit['bytes_per_s']:>11.0f}"
+def _cpu_cells(fit: dict[str, float]) -> tuple[str, str]:
+    """CPU time of a rank, per collective and per MB sent."""
+    return f"{1e6 * fit['alpha_s']:.0f}", f"{1e12 / fit['bytes_per_s']:.0f}"

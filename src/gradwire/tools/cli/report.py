@@ -7,39 +7,38 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from gradwire.tools.cli.arguments import add_verb
 from gradwire.tools.report.write import PAGE, STDOUT, check_page, check_writable, report
 
+DESCRIPTION = """\
+Turn the records of `gradwire bench` into one self-contained HTML page, or into markdown for a pull request, with a
+recommendation: which hook to use, or none.
+"""
 EXAMPLES = """\
-examples:
-  gradwire report records.jsonl
-  gradwire report records.jsonl --out today.html
-  gradwire report records.jsonl --format md
+gradwire report records.jsonl
+gradwire report records.jsonl --out today.html
+gradwire report records.jsonl --format md
 """
 
 
 def add(verbs: Any, line: str) -> None:
-    """The verb, in a line, and its options."""
-    parser = verbs.add_parser(
-        "report",
-        help=line,
-        description="Turn the records of `gradwire bench` into one HTML page that needs nothing else, or into\n"
-        "markdown for a pull request; and say which hook to take, or none.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    """Add the verb and its options."""
+    parser = add_verb(verbs, "report", line, DESCRIPTION, EXAMPLES)
     parser.add_argument("records", type=Path, help="file of records")
     parser.add_argument(
         "--out", type=Path, help=f"file to write, - for stdout (default: {PAGE} for html, stdout for md)"
     )
-    parser.add_argument("--format", choices=("html", "md"), default="html", help="(default: %(default)s)")
     parser.add_argument(
-        "--json", action="store_true", help="print advice and path as JSON; the page is written all the same"
+        "--format", choices=("html", "md"), default="html", help="format of the report (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print the recommendation and the path as JSON; the page is written as well"
     )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
-    """Do it."""
+    """Write the report."""
     if args.out is not None and args.out != STDOUT:
         check_page(args.out) if args.format == "html" else check_writable(args.out)
     report(args.records, args.out, kind=args.format, as_json=args.json, out=sys.stdout, err=sys.stderr)

@@ -6,59 +6,59 @@ import argparse
 import sys
 from typing import Any
 
-from gradwire.tools.cli.script import add_script, ranks_of, script_of
+from gradwire.tools.cli.arguments import add_link, add_script, add_verb, ranks_of, script_of
 from gradwire.tools.launch.run import run as run_script
 from gradwire.tools.records import plain
 
+DESCRIPTION = """\
+Run an unmodified DDP script under a hook, which is registered when the script builds its DistributedDataParallel. It
+is an error if the script never builds one, or registers a hook of its own.
+"""
 EXAMPLES = """\
-examples:
-  gradwire run --hook bf16 --nproc 2 train.py --epochs 3       like torchrun --nproc-per-node 2 train.py --epochs 3
-  gradwire run --hook int4 train.py                            a script that starts its ranks itself
-  gradwire run --hook powersgd:rank=2 --nproc 8 -m project.train
-  gradwire run --hook int8 --link 1gbit,latency=1ms --nproc 2 train.py
-  torchrun --nnodes 2 --nproc-per-node 8 ... -m gradwire.run --hook int4 train.py
+gradwire run --hook bf16 --nproc 2 train.py --epochs 3       like torchrun --nproc-per-node 2 train.py --epochs 3
+gradwire run --hook int4 train.py                            a script that starts its ranks itself
+gradwire run --hook powersgd:rank=2 --nproc 8 -m project.train
+gradwire run --hook int8 --link 1gbit,latency=1ms --nproc 2 train.py
+torchrun --nnodes 2 --nproc-per-node 8 ... -m gradwire.run --hook int4 train.py
 """
 
 
 def add(verbs: Any, line: str) -> None:
-    """The verb, in a line, and its options."""
-    parser = verbs.add_parser(
-        "run",
-        help=line,
-        description="Run an unmodified DDP script under a hook: it is registered when the script builds its\n"
-        "DistributedDataParallel. A script that never does, or that registers its own hook, is an error.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--hook", required=True, metavar="SPEC", help="such as bf16, int4, powersgd:rank=2 or auto")
-    parser.add_argument("--link", metavar="LINK", help="emulate a slower link, such as 100mbit,latency=5ms")
+    """Add the verb and its options."""
+    parser = add_verb(verbs, "run", line, DESCRIPTION, EXAMPLES)
     parser.add_argument(
-        "--json", action="store_true", help="after the script's own output, a line of JSON: what the hook has done"
+        "--hook", required=True, metavar="SPEC", help="the hook, such as bf16, int4, powersgd:rank=2 or auto"
+    )
+    add_link(parser)
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="after the script's output, print what the hook has done as one line of JSON",
     )
     add_script(parser, required=True)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
-    """Do it."""
+    """Run the script and print what the hooks of its models have done."""
     models = run_script(script_of(args), args.hook, link=args.link, **ranks_of(args))
     if args.json:
-        if models:  # on other ranks of a launcher there are none
+        if models:  # under a launcher only rank 0 has any
             print(plain.to_json({"models": models}, indent=None), flush=True)
         return
     for model in models:
-        print(f"gradwire run: {_told(model)}", file=sys.stderr)
+        print(f"gradwire run: {_summary(model)}", file=sys.stderr)
 
 
-def _told(model: dict[str, Any]) -> str:
+def _summary(model: dict[str, Any]) -> str:
     if model["ranks"] == 1:
-        return f"{model['hook']} had nothing to do: the model's process group has one rank"
+        return f"{model['hook']} had nothing to do, because the model's process group has one rank"
     if not model["total_steps"]:
         return f"{model['hook']} was registered, but no backward pass of the model has reached it"
     sent, wait = model["sent_bytes"] / 1e6, model["wait_s"] * 1e3
-    why = f"; auto took {model['reason']}" if model["reason"] else ""
+    why = f"; auto chose {model['reason']}" if model["reason"] else ""
     steps = f"{model['total_steps']} step{'' if model['total_steps'] == 1 else 's'}"
     return (
-        f"{model['hook']} averaged {steps} on {model['ranks']} ranks; a step sent {sent:.2f} MB a rank and waited "
-        f"{wait:.1f} ms for it{why}"
+        f"{model['hook']} averaged {steps} on {model['ranks']} ranks; each rank sent {sent:.2f} MB per step and "
+        f"waited {wait:.1f} ms for it{why}"
     )

@@ -14,19 +14,24 @@ from typing import Any
 
 from gradwire.errors import SpecError
 from gradwire.exchanges import EXCHANGES
+from gradwire.tools.cli.arguments import add_json, add_verb, error_limit
 from gradwire.tools.launch.link import Link, seconds
-from gradwire.tools.measure.simulate import Outlook, Pick, Scene, as_dict, picks, simulate
+from gradwire.tools.measure.simulate import Forecast, Pick, Scene, as_dict, picks, simulate
 from gradwire.tools.records import plain
 from gradwire.tools.records.progress import progress
+from gradwire.tools.records.table import text_table
 from gradwire.tools.report.winners import latency_text, limit_text, link_text, to_html
 from gradwire.tools.report.write import check_page, save
 
+DESCRIPTION = """\
+Predict step times with the cost model. Hooks are rehearsed on one core of this machine as they would run on that
+number of ranks; the link and the compute are simulated. With several links, print which hook to use on each.
+"""
 EXAMPLES = """\
-examples:
-  gradwire simulate --ranks 8..4096 --links 10gbit --latency 50us --compute 100ms
-  gradwire simulate --report winners.html              where each hook wins, over links and ranks, as a page
-  gradwire simulate --ranks 2,4,8 --links 100mbit 1gbit --compute 2s --params 1.3B --hooks bf16 int8 int4
-  gradwire simulate --links 25gbit 100gbit --compute 80ms --codec-speed 30 --cores 2 --max-error 0.05 --json
+gradwire simulate --ranks 8..4096 --links 10gbit --latency 50us --compute 100ms
+gradwire simulate --report winners.html              where each hook wins, over links and ranks, as a page
+gradwire simulate --ranks 2,4,8 --links 100mbit 1gbit --compute 2s --params 1.3B --hooks bf16 int8 int4
+gradwire simulate --links 25gbit 100gbit --compute 80ms --codec-speed 30 --cores 2 --max-error 0.05 --json
 """
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
 LINK = "10gbit"
@@ -35,50 +40,55 @@ LIMITS = (0.02, 0.2, math.inf)
 
 
 def add(verbs: Any, line: str) -> None:
-    """The verb, in a line, and its options."""
-    parser = verbs.add_parser(
-        "simulate",
-        help=line,
-        description="Predict step times by the cost model: hooks are rehearsed on one core of this machine as they\n"
-        "would run among so many ranks, and played against the link and the compute. With several links: which hook\n"
-        "to use on each.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    """Add the verb and its options."""
+    parser = add_verb(verbs, "simulate", line, DESCRIPTION, EXAMPLES)
+    parser.add_argument(
+        "--ranks", default="2..512", help="numbers of ranks: 8..512 (doubling) or 2,4,6 (default: %(default)s)"
     )
-    parser.add_argument("--ranks", default="2..512", help="8..512 (doubling), or 2,4,6 (default: %(default)s)")
     parser.add_argument(
         "--link",
         "--links",
         dest="links",
         nargs="+",
         metavar="LINK",
-        help=f"of each rank, one or several (default: {LINK}; for a page {' '.join(LINKS)})",
+        help=f"link of each rank, one or several (default: {LINK}; for a page {' '.join(LINKS)})",
     )
-    parser.add_argument("--latency", metavar="TIME", help="of the links, one way, such as 50us")
-    parser.add_argument("--compute", default="100ms", metavar="TIME", help="a step alone (default: %(default)s)")
+    parser.add_argument("--latency", metavar="TIME", help="one-way latency of the links, such as 50us")
     parser.add_argument(
-        "--params", default="124M", metavar="N", help="of the model, 124M or 1.3B (default: %(default)s)"
+        "--compute", default="100ms", metavar="TIME", help="step time without communication (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--params",
+        default="124M",
+        metavar="N",
+        help="parameters of the model, such as 124M or 1.3B (default: %(default)s)",
     )
     parser.add_argument("--hooks", nargs="+", default=list(EXCHANGES), metavar="HOOK", help="specs (default: all)")
-    parser.add_argument("--cores", type=float, default=1.0, help="of each rank, shared with backward (default: 1)")
     parser.add_argument(
-        "--codec-speed", type=float, default=1.0, metavar="X", help="times as fast as a core of this machine"
+        "--cores", type=float, default=1.0, help="cores of each rank, shared with backward (default: 1)"
+    )
+    parser.add_argument(
+        "--codec-speed",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="how many times as fast a core is as one of this machine (default: 1)",
     )
     parser.add_argument(
         "--max-error",
         nargs="+",
-        type=limit_of,
+        type=error_limit,
         default=list(LIMITS),
         metavar="E",
-        help="of the mean, relative, on random values; one pick for each (default: 0.02 0.2 inf)",
+        help="largest relative error of the mean on random values; one pick for each (default: 0.02 0.2 inf)",
     )
     parser.add_argument("--report", type=Path, metavar="PATH", help="write a page, such as winners.html")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    add_json(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
-    """Do it."""
+    """Predict and print the results."""
     scene = Scene(
         ranks=ranks_of(args.ranks),
         links=links_of(args.links or ([LINK] if args.report is None else LINKS), args.latency),
@@ -91,18 +101,18 @@ def run(args: argparse.Namespace) -> None:
     if args.report is not None:
         check_page(args.report)
     with progress(sys.stderr, "gradwire simulate") as report:
-        outlooks = simulate(args.hooks, scene, report=report)
+        forecasts = simulate(args.hooks, scene, report=report)
     if args.report is not None:
-        save(args.report, to_html(outlooks, scene, limits))
+        save(args.report, to_html(forecasts, scene, limits))
     if args.json:
         path = None if args.report is None else str(args.report)
-        print(plain.to_json({**as_dict(outlooks, scene, limits), "report": path}), flush=True)
+        print(plain.to_json({**as_dict(forecasts, scene, limits), "report": path}), flush=True)
     else:
-        print(to_text(outlooks, scene, limits, args.report), flush=True)
+        print(to_text(forecasts, scene, limits, args.report), flush=True)
 
 
 def links_of(texts: Sequence[str], latency: str | None) -> tuple[Link, ...]:
-    """From the slowest to the fastest, with their latency from either option."""
+    """The links from the slowest to the fastest. The latency comes from either option."""
     links = {_link_of(text, latency) for text in texts}
     return tuple(sorted(links, key=lambda link: (link.bits_per_s, link.latency_s)))
 
@@ -114,17 +124,6 @@ def _link_of(text: str, latency: str | None) -> Link:
     if link.latency_s:
         raise SpecError(f"the latency is given twice: --links {text} and --latency {latency}")
     return dataclasses.replace(link, latency_s=seconds(latency, "--latency"))
-
-
-def limit_of(text: str) -> float:
-    """A number above 0, `inf` for none."""
-    try:
-        limit = float(text)
-    except ValueError:
-        limit = math.nan
-    if not limit > 0:
-        raise argparse.ArgumentTypeError(f"must be above 0, or inf for no limit, got {text!r}")
-    return limit
 
 
 def ranks_of(text: str) -> tuple[int, ...]:
@@ -147,12 +146,12 @@ def params_of(text: str) -> int:
     return round(float(match[1]) * UNITS[match[2]])
 
 
-def to_text(outlooks: Sequence[Outlook], scene: Scene, limits: Sequence[float], path: Path | None = None) -> str:
-    """On one link a row a hook and a column a number of ranks, and who wins where; on several, who wins where."""
+def to_text(forecasts: Sequence[Forecast], scene: Scene, limits: Sequence[float], path: Path | None = None) -> str:
+    """On one link the step times and which hook to use where; on several links only which hook to use where."""
     if len(scene.links) == 1:
-        parts = [_times(outlooks, scene), "\n".join(wins(outlooks, scene, limits))]
+        parts = [_times(forecasts, scene), "\n".join(wins(forecasts, scene, limits))]
     else:
-        parts = [f"Which hook to use: {_setting(scene)}", *(_grid(outlooks, scene, limit) for limit in limits)]
+        parts = [f"Which hook to use: {_setting(scene)}", *(_grid(forecasts, scene, limit) for limit in limits)]
     return "\n\n".join([*parts, *([] if path is None else [f"report: {path}"])])
 
 
@@ -160,42 +159,36 @@ def _setting(scene: Scene) -> str:
     return f"{scene.params / 1e6:g}M parameters, {_ms(scene.compute_s)} ms of compute{latency_text(scene)}"
 
 
-def _times(outlooks: Sequence[Outlook], scene: Scene) -> str:
-    width = max(len(outlook.hook) for outlook in outlooks) + 3
-    head = "ranks".ljust(width) + "".join(f"{count:>9}" for count in scene.ranks) + f"{'error':>10}"
-    rows = [
-        (outlook.hook + ("" if outlook.averages else " *")).ljust(width)
-        + "".join(f"{_ms(prediction.step_s):>9}" for prediction in outlook.predictions[0])
-        + f"{outlook.error:>10.1e}"
-        for outlook in outlooks
-    ]
-    notes = ["* does not average: the limit of what a hook can gain"] * any(not each.averages for each in outlooks)
-    title = f"Predicted step time in ms: {_setting(scene)}, {scene.links[0]} a rank"
-    return "\n".join([title, "", head, *rows, *notes])
+def _times(forecasts: Sequence[Forecast], scene: Scene) -> str:
+    """One row per hook, one column per number of ranks."""
+    rows = [["ranks", *map(str, scene.ranks), "error"]]
+    for each in forecasts:
+        times = [_ms(prediction.step_s) for prediction in each.predictions[0]]
+        rows.append([each.hook + ("" if each.averages else " *"), *times, f"{each.error:.1e}"])
+    notes = ["* does not average: this is the limit of what a hook can gain"] * any(
+        not each.averages for each in forecasts
+    )
+    title = f"Predicted step time in ms: {_setting(scene)}, {scene.links[0]} per rank"
+    return "\n".join([title, "", text_table(rows, right=range(1, len(rows[0]))), *notes])
 
 
-def _grid(outlooks: Sequence[Outlook], scene: Scene, limit: float) -> str:
-    """A row a link, a column a number of ranks."""
-    rows = [[_cell(pick) for pick in row] for row in picks(outlooks, scene, limit)]
-    names = [link_text(link, scene) for link in scene.links]
-    left = max(map(len, ("ranks", *names))) + 2
-    wide = max(len(cell) for row in rows for cell in row) + 2
-    head = "ranks".ljust(left) + "".join(f"{count:>{wide}}" for count in scene.ranks)
-    lines = [
-        name.ljust(left) + "".join(f"{cell:>{wide}}" for cell in row) for name, row in zip(names, rows, strict=True)
-    ]
-    return "\n".join([limit_text(limit), head, *lines])
+def _grid(forecasts: Sequence[Forecast], scene: Scene, limit: float) -> str:
+    """One row per link, one column per number of ranks."""
+    rows = [["ranks", *map(str, scene.ranks)]]
+    for link, row in zip(scene.links, picks(forecasts, scene, limit), strict=True):
+        rows.append([link_text(link, scene), *map(_cell, row)])
+    return "\n".join([limit_text(limit), text_table(rows, right=range(1, len(rows[0])))])
 
 
 def _cell(pick: Pick) -> str:
     return f"{pick.hook} {pick.speed_up:.2f}x"
 
 
-def wins(outlooks: Sequence[Outlook], scene: Scene, limits: Sequence[float]) -> list[str]:
-    """For the first link: numbers of ranks with the same pick."""
+def wins(forecasts: Sequence[Forecast], scene: Scene, limits: Sequence[float]) -> list[str]:
+    """For the first link: which hook to use on which numbers of ranks."""
     lines = []
     for limit in limits:
-        best = dict(zip(scene.ranks, (pick.hook for pick in picks(outlooks, scene, limit)[0]), strict=True))
+        best = dict(zip(scene.ranks, (pick.hook for pick in picks(forecasts, scene, limit)[0]), strict=True))
         for hook, same in itertools.groupby(best, key=best.__getitem__):
             counts = list(same)
             where = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"

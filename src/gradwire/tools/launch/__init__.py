@@ -1,20 +1,23 @@
-"""Runs a user's DDP script, unmodified, and calls a function of ours with every DDP model it builds.
+"""Starts ranks as processes and ends them: functions of ours, or a user's DDP script, unmodified.
 
-How the pieces fit:
+The files, in the order of the calls:
 
-1. `plan.py`      what to do with each model, and where to note what happened; travels in the environment.
-2. `startup/`     on the path of every Python process below, so that children of the script follow the plan too.
-3. `models.py`    called by the patched DistributedDataParallel.__init__: follows the plan.
-4. `script.py`    runs the script in this process, as __main__; `rank.py` is a process that does only this.
-                  `modules.py` says before that whether there is a module to run.
-5. `failures.py`  an error that ends such a process, or one that the script has started, is noted for the others.
-6. `supervise.py` starts such processes, ends them all at Ctrl-C or at an error, and shows one traceback.
-7. `launch.py`    from a script and a plan to processes: ranks of its own, or torchrun's (`torchrun.py`).
-8. `follow.py`    all of it: in new processes, or in this one where a launcher has already made it a rank.
+1. `launch.py`    decides which processes a run consists of: ranks that call a function, ranks that run a script, or
+                  torchrun. `follow` runs a script in this process instead if a launcher has made it a rank already.
+2. `supervise.py` starts these processes and ends them all at an error, at Ctrl-C, or when the caller has enough.
+3. `rank.py`      is what each process executes.
+4. `script.py`    is the user's script, and runs it in this process as Python itself would.
+5. `plan.py`      says what to do with every DDP model of a script, and holds the notes that processes leave for each
+                  other. It travels in the environment.
+6. `startup/`     is on the path of every Python process below, so that processes the script starts follow the plan too.
+7. `inside.py`    is called by the patched DistributedDataParallel.__init__, follows the plan, and notes failures.
+
+`run.py` is the function behind `gradwire run`, and `link.py` describes and emulates a network link.
 """
 
-from gradwire.tools.launch.follow import follow
-from gradwire.tools.launch.plan import Plan
-from gradwire.tools.launch.script import Script, ScriptFailed
+from gradwire.tools.launch.launch import follow, run_ranks
+from gradwire.tools.launch.plan import RunPlan
+from gradwire.tools.launch.script import Script
+from gradwire.tools.launch.supervise import RunFailed
 
-__all__ = ["Plan", "Script", "ScriptFailed", "follow"]
+__all__ = ["RunFailed", "RunPlan", "Script", "follow", "run_ranks"]

@@ -1,58 +1,201 @@
-"""launch(): a script under a plan, as it is, on ranks of our own, or on those that torchrun starts."""
+"""From a function or a script to processes: `run_ranks` calls a function on local ranks, `follow` runs a script."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from gradwire._torch import TCPStore
-from gradwire.tools.launch.local import check_nproc, threads_each
-from gradwire.tools.launch.plan import PARENT, Plan
-from gradwire.tools.launch.script import Script, ScriptFailed
-from gradwire.tools.launch.supervise import RANK, Command, supervise
+from gradwire.errors import SpecError
+from gradwire.tools.launch.plan import ORDER, PARENT, Notes, RunPlan, new_folder
+from gradwire.tools.launch.script import Script, run_under
+from gradwire.tools.launch.supervise import RANK, Command, RunFailed, supervise
 
+RANKS_PER_CORE = 4
+MIN_LIMIT = 8
+"""This many ranks may share even the smallest machine."""
+KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "1000000000", "MALLOC_TRIM_THRESHOLD_": "2000000000"}
+"""For measuring ranks: glibc's own thresholds depend on what was freed before, and change a step by 10% either way."""
 LOCALHOST = "127.0.0.1"
+ECHO_LATER_S = 60
+"""An error that only says that another rank is gone is dated later by this much: torchrun shows the earliest one, and
+counts in whole seconds."""
 MEANT_FOR_TORCHRUN = (
     "environment variable RANK expected",
     *(f"KeyError: '{name}'" for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")),
 )
-"""How scripts fail that look for what torchrun would have told them."""
+"""How scripts fail that look for the variables torchrun sets."""
+MODULE = "gradwire.tools.launch.rank"
+
+Report = Callable[[float, str], None]
+"""Called with the part that is done, from 0 to 1, and what is being done."""
+
+
+def cores() -> int:
+    """The number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def threads_each(nproc: int) -> int:
+    """The number of threads that each of `nproc` ranks computes with."""
+    return max(1, cores() // nproc)
+
+
+def check_nproc(nproc: int) -> None:
+    """SpecError for a number of local ranks that makes no sense on this machine."""
+    limit = max(MIN_LIMIT, RANKS_PER_CORE * cores())
+    if not 1 <= nproc <= limit:
+        raise SpecError(
+            f"the number of ranks must be between 1 and {limit} on a machine with {cores()} cores, got {nproc}"
+        )
+
+
+# -- functions ---------------------------------------------------------------------------------------------------------
+
+
+def run_ranks(
+    target: str,
+    nproc: int,
+    job: Mapping[str, Any],
+    *,
+    report: Report = lambda part, doing: None,
+    timeout_s: float = 60.0,
+    prefixes: Sequence[Sequence[str]] = (),
+    env: Mapping[str, str] | None = None,
+) -> list[Any]:
+    """Call `target` ("module:function") as `function(rank, nproc, job, report)` in `nproc` processes of a gloo world.
+
+    Args:
+        target: The function to call.
+        nproc: The number of ranks.
+        job: Passed on to the function, as JSON.
+        report: Called at every tick with what rank 0 has reported last.
+        timeout_s: How long a collective may take.
+        prefixes: Go before the command lines of the ranks, such as `ip netns exec host0`.
+        env: More environment variables for the ranks.
+
+    Returns:
+        The results of the ranks in their order. They must be JSON.
+
+    Raises:
+        RunFailed: A rank failed; the text holds its traceback, or the end of its output. No process is left behind.
+        SpecError: There are more ranks than make sense on this machine.
+    """
+    check_nproc(nproc)
+    with new_folder("ranks") as folder:
+        order = {"target": target, "size": nproc, "timeout_s": timeout_s, "job": job}
+        Path(folder, ORDER).write_text(json.dumps(order))
+        notes, everywhere = Notes(folder), {**os.environ, **_shared(nproc), **(env or {})}
+        starting = (0.0, f"starting {nproc} processes")
+
+        def pass_on() -> bool:
+            report(*(notes.read("report") or [starting])[0])
+            return False
+
+        before = prefixes or [()] * nproc
+        supervise([_calling(rank, folder, before[rank], everywhere) for rank in range(nproc)], notes, pass_on)
+        pass_on()
+        return [_result_of(rank, folder) for rank in range(nproc)]
+
+
+def _shared(nproc: int) -> dict[str, str]:
+    """The ranks share the cores, find the modules that this process finds, and end with this process."""
+    return {
+        "OMP_NUM_THREADS": str(threads_each(nproc)),
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        PARENT: str(os.getpid()),
+        **KEEP_MEMORY,
+    }
+
+
+def _calling(rank: int, folder: str, prefix: Sequence[str], env: Mapping[str, str]) -> Command:
+    words = [*prefix, sys.executable, "-P", "-m", MODULE, "--call", folder, str(rank)]
+    return Command(f"{RANK}{rank}", words, env, Path(folder, f"rank{rank}.log"))
+
+
+def _result_of(rank: int, folder: str) -> Any:
+    try:
+        return json.loads(Path(folder, f"result-{rank}.json").read_text())
+    except FileNotFoundError:
+        raise RunFailed(f"{RANK}{rank} ended without a result") from None
+
+
+# -- scripts -----------------------------------------------------------------------------------------------------------
+
+
+def follow(
+    plan: RunPlan,
+    script: Script,
+    nproc: int | None,
+    torchrun: Sequence[str],
+    enough: Callable[[], bool] = lambda: False,
+) -> None:
+    """Run a script under a plan: in this process if a launcher has made it a rank, else in new processes.
+
+    See `launch` for the arguments and the errors.
+    """
+    if not is_rank(nproc, torchrun):
+        launch(script, plan, nproc=nproc, torchrun=torchrun, enough=enough)
+        return
+    try:
+        run_under(plan, script)
+    except RunFailed as failed:
+        raise _for_torchrun(plan, failed) from None
+
+
+def is_rank(nproc: int | None, torchrun: Sequence[str]) -> bool:
+    """Whether a launcher has started this process as a rank, and the caller wants no other ranks."""
+    return "RANK" in os.environ and nproc is None and not torchrun
+
+
+def _for_torchrun(plan: RunPlan, failed: RunFailed) -> RunFailed:
+    """torchrun shows the traceback of the rank that failed first if it finds it in a file: then once is enough."""
+    path, notes = os.environ.get("TORCHELASTIC_ERROR_FILE"), plan.read("failed")
+    if not path or not notes:
+        return failed
+    text, when = notes[0]["traceback"], notes[0]["time_s"] + (ECHO_LATER_S if notes[0]["echo"] else 0)
+    message = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(when))}}
+    Path(path).write_text(json.dumps({"message": message}))
+    return RunFailed("", failed.exit_code)
 
 
 def launch(
     script: Script,
-    plan: Plan,
+    plan: RunPlan,
     *,
     nproc: int | None = None,
     torchrun: Sequence[str] = (),
     enough: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Run a script to its end, or until `enough()`. ScriptFailed if it fails; see `supervise`.
+    """Run a script to its end, or until `enough()`.
 
-    With `nproc` so many ranks start, in the environment that torchrun would give them. With `torchrun`, options of it,
-    torchrun starts them. With neither the script runs once, for those that start ranks by themselves. SpecError for
-    more ranks than make sense on this machine.
+    Args:
+        script: What to run.
+        plan: What to do with its DDP models.
+        nproc: Start this many ranks, in the environment that torchrun would give them.
+        torchrun: Options of torchrun, which then starts the ranks. With neither, the script runs once, as scripts do
+            that start their ranks by themselves.
+        enough: Called at every tick; True ends the run.
+
+    Raises:
+        RunFailed: The script failed; see `supervise`.
+        SpecError: There are more ranks than make sense on this machine.
     """
     if nproc is not None:
         check_nproc(nproc)
     env = {**os.environ, **plan.environment(), PARENT: str(os.getpid())}
     if torchrun:
         count = [] if nproc is None else [f"--nproc-per-node={nproc}"]
-        words = [
-            *_python(),
-            "-m",
-            "gradwire.tools.launch.torchrun",
-            *count,
-            *torchrun,
-            "-m",
-            "gradwire.tools.launch.rank",
-        ]
-        supervise([Command("torchrun", [*words, *script.words()], env)], plan, enough)
+        words = [*_python(), "-m", MODULE, "--torchrun", *count, *torchrun, "-m", MODULE, *script.words()]
+        supervise([Command("torchrun", words, env)], plan, enough)
         return
-    words = [*_python(), "-u", "-P", "-m", "gradwire.tools.launch.rank", *script.words()]  # -u as torchrun has it
+    words = [*_python(), "-u", "-P", "-m", MODULE, *script.words()]  # -u as torchrun has it
     if nproc is None:
         with _hint_for_ranks():
             supervise([Command("the script", words, env)], plan, enough)
@@ -67,11 +210,11 @@ def _hint_for_ranks() -> Iterator[None]:
     """A script that was meant for torchrun fails where it looks for its rank: say what is missing."""
     try:
         yield
-    except ScriptFailed as failed:
+    except RunFailed as failed:
         if not any(sign in str(failed) for sign in MEANT_FOR_TORCHRUN):
             raise
         hint = "The script expects to be started as a rank: say how many with --nproc N"
-        raise ScriptFailed(f"{failed}\n{hint}", failed.exit_code) from None
+        raise RunFailed(f"{failed}\n{hint}", failed.exit_code) from None
 
 
 def _numbers(rank: int) -> dict[str, str]:
@@ -80,7 +223,7 @@ def _numbers(rank: int) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _rendezvous(nproc: int) -> Iterator[dict[str, str]]:
-    """The environment that all ranks share. Their store lives here, so that no port has to be guessed."""
+    """The environment that all ranks share. Their store lives in this process, so that no port has to be guessed."""
     store = TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)
     yield {
         **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(nproc)),

@@ -1,11 +1,11 @@
-"""Link: how fast a rank sends, as text such as `100mbit,latency=5ms`; and the emulated link, which needs no root.
+"""Link: the speed of a network link, as text such as `100mbit,latency=5ms`; and its emulation, which needs no root.
 
-What a collective costs on a link, for every rank alike:
+The cost of a collective on a link, for every rank:
 
-    latency_s * hops + sent bytes / what the link carries a second
+    latency_s * hops + sent bytes / bytes per second of the link
 
-Hops are those of the algorithms that gloo uses: a ring goes round once for all-gather and twice for all-reduce, and
-all-to-all sends to one neighbour after the other.
+The hops are those of gloo's algorithms: all-gather passes a ring once and all-reduce twice, and all-to-all sends to one
+rank after the other.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from gradwire.errors import SpecError
 RATES: Mapping[str, float] = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 TIMES: Mapping[str, float] = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 PAYLOAD = 1448 / 1514
-"""Of the bits on the wire this part is gradient: TCP in Ethernet frames of 1500 bytes."""
+"""The part of the bits on the wire that is payload, for TCP in Ethernet frames of 1500 bytes."""
 HOPS: Mapping[str, Callable[[int], int]] = {
     "all_reduce": lambda size: 2 * (size - 1),
     "all_gather": lambda size: size - 1,
     "all_to_all": lambda size: size - 1,
 }
-"""Messages, one after the other, that a collective between so many ranks takes."""
+"""The number of consecutive messages of a collective, from the number of ranks."""
 EXAMPLE = "write for instance 100mbit or 1gbit,latency=5ms"
 TIME_EXAMPLE = "write for instance 50us, 5ms or 2s"
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What stands between one rank and the others, in each direction."""
+    """The connection of one rank to the others, in each direction."""
 
     bits_per_s: float
     latency_s: float = 0.0
@@ -52,7 +52,7 @@ class Link:
 
     @classmethod
     def parse(cls, text: str) -> Link:
-        """The inverse of `str`: a rate in kbit, mbit or gbit and perhaps `latency=` in us, ms or s."""
+        """The inverse of `str`: a rate in kbit, mbit or gbit, and optionally `latency=` in us, ms or s."""
         rate, *options = (part.strip() for part in text.split(","))
         latency_s = 0.0
         for at, option in enumerate(options):
@@ -63,7 +63,7 @@ class Link:
         return cls(_number(rate, RATES, f"link {text!r}: the rate", EXAMPLE), latency_s)
 
     def cost_s(self, collective: str, size: int, sent_bytes: float) -> tuple[float, float]:
-        """Waiting for the hops, during which others may send, and sending, during which nobody else can."""
+        """Seconds of waiting for hops, while other collectives may send, and of sending, while no other can."""
         return self.latency_s * HOPS[collective](size), sent_bytes * 8 / (self.bits_per_s * PAYLOAD)
 
     def __str__(self) -> str:
@@ -84,49 +84,56 @@ def _number(text: str, units: Mapping[str, float], what: str, example: str) -> f
 
 
 def _text(value: float, units: Mapping[str, float]) -> str:
-    """In the largest unit that leaves 1 or more."""
+    """The value in the largest unit in which it is at least 1."""
     fitting = [unit for unit, factor in units.items() if value >= factor]
     unit = max(fitting, key=units.__getitem__, default=next(iter(units)))
     return f"{(_exactly(value) / _exactly(units[unit])).normalize():f}{unit}"
 
 
 def _exactly(value: float) -> Decimal:
-    """Units are powers of ten, so in decimals nothing is lost on the way to text and back."""
+    """Units are powers of ten, so decimals convert to text and back without loss."""
     return Decimal(repr(value))
 
 
 class EmulatedLink:
-    """One rank's way out. All lanes and threads of the rank share it: what one sends, the others wait for.
+    """The emulated link of one rank. All lanes and threads of the rank share it, and wait for each other's bytes.
 
-    Collectives really run, over whatever connects the ranks; then each is held until its bytes would have left.
+    Collectives run for real, over whatever connects the ranks; then each is held until its bytes would have left.
     """
 
-    def __init__(self, link: Link) -> None:
+    def __init__(
+        self,
+        link: Link,
+        clock: Callable[[], float] = time.perf_counter,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
         self.link = link
-        self._busy_until = -math.inf
+        self.busy_until = -math.inf
+        """When the last byte so far leaves, by the clock."""
+        self._clock, self._sleep = clock, sleep
         self._lock = threading.Lock()
 
     def hold(self, collective: str, size: int, sent_bytes: float, taken_s: float) -> float:
-        """Sleep until a collective that was issued `taken_s` ago would be over; how long that was."""
-        now = time.perf_counter()
+        """Sleep until a collective that was issued `taken_s` ago would be over. Returns the seconds slept."""
+        now = self._clock()
         latency_s, sending_s = self.link.cost_s(collective, size, sent_bytes)
         with self._lock:
-            self._busy_until = max(self._busy_until, now - taken_s) + sending_s
-            over = self._busy_until + latency_s
+            self.busy_until = max(self.busy_until, now - taken_s) + sending_s
+            over = self.busy_until + latency_s
         if over > now:
-            time.sleep(over - now)
-        return time.perf_counter() - now
+            self._sleep(over - now)
+        return self._clock() - now
 
 
 @contextmanager
-def emulate(link: Link | str) -> Iterator[EmulatedLink]:
-    """Hooks registered inside average at the speed of `link`, all of them together on one link, for as long as they
-    live.
+def emulate(link: EmulatedLink | Link | str) -> Iterator[EmulatedLink]:
+    """Hooks that are registered inside average at the speed of `link`, and share it, for as long as they exist.
 
-    For CPU models, in the thread that registers. DDP without a hook knows nothing of it: the hook `exact` stands for
-    it.
+    This works for CPU models, in the thread that registers. DDP without a hook is not slowed down: use the hook `exact`
+    in its place.
     """
-    emulated = EmulatedLink(Link.parse(link) if isinstance(link, str) else link)
+    link = Link.parse(link) if isinstance(link, str) else link
+    emulated = link if isinstance(link, EmulatedLink) else EmulatedLink(link)
     token = slow_link.set(emulated.hold)
     try:
         yield emulated

@@ -1,4 +1,4 @@
-"""Plan: what to do with every DDP model a script builds, and the notes that its processes leave for each other."""
+"""RunPlan: what to do with every DDP model that a script builds. Notes: what the processes of a run tell each other."""
 
 from __future__ import annotations
 
@@ -14,60 +14,79 @@ from pathlib import Path
 from typing import Any
 
 VARIABLE = "GRADWIRE_PLAN"
+"""The environment variable that holds the plan."""
 PARENT = "GRADWIRE_PARENT"
-"""The process that a rank must not outlive."""
+"""The environment variable that holds the id of the process that a rank must not outlive."""
+ORDER = "order.json"
+"""The note that says what function the ranks of `run_ranks` call."""
 STARTUP = Path(__file__).parent / "startup"
 _serial = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """Travels to all processes below as an environment variable."""
+class Notes:
+    """Small JSON files in a folder that all processes of a run share."""
+
+    folder: str
+    """It exists as long as the run."""
+
+    def new_note(self, kind: str) -> str:
+        """A name for a note that no other process uses."""
+        return f"{kind}-{os.getpid()}-{next(_serial)}"
+
+    def write(self, name: str, content: Any) -> None:
+        """Write or replace a note. Readers see the old one or the new one, never a part; the run may be over."""
+        path = Path(self.folder, f"{name}.json")
+        with suppress(FileNotFoundError):
+            path.with_suffix(".new").write_text(json.dumps(content))
+            path.with_suffix(".new").replace(path)
+
+    def read(self, kind: str) -> list[Any]:
+        """All notes of a kind, in the order of their names."""
+        return [json.loads(path.read_text()) for path in sorted(Path(self.folder).glob(f"{kind}-*.json"))]
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan(Notes):
+    """Travels to all processes of a script as an environment variable."""
 
     verb: str
-    """Of the command line, to begin messages with."""
+    """The verb of the command line, to begin messages with."""
     target: str
-    """`module:function`, called as `function(model, plan)` with every DistributedDataParallel once it is built."""
+    """`module:function`, called as `function(model, plan)` with every DistributedDataParallel after it is built."""
     job: Mapping[str, Any]
     """What the target needs to know, as JSON."""
-    folder: str
-    """Where the notes are. It exists as long as the run."""
 
     @classmethod
-    def current(cls) -> Plan | None:
+    def current(cls) -> RunPlan | None:
         """The plan that this process runs under."""
         text = os.environ.get(VARIABLE)
         return None if text is None else cls(**json.loads(text))
 
     def environment(self) -> dict[str, str]:
-        """Variables under which a process, and all below it, follow the plan."""
+        """The variables under which a process, and all processes below it, follow the plan."""
         paths = [str(STARTUP), *filter(None, [os.environ.get("PYTHONPATH")])]
         return {VARIABLE: json.dumps(asdict(self)), "PYTHONPATH": os.pathsep.join(paths)}
 
     def follow(self, model: Any) -> None:
-        """Call the target."""
-        module, _, name = self.target.partition(":")
-        function: Callable[[Any, Plan], None] = getattr(importlib.import_module(module), name)
-        function(model, self)
+        """Call the target with a model."""
+        load(self.target)(model, self)
 
-    def new_note(self, kind: str) -> str:
-        """A name for a note that no other process has."""
-        return f"{kind}-{os.getpid()}-{next(_serial)}"
 
-    def write(self, note: str, content: Any) -> None:
-        """Write or replace a note. Readers see the old one or the new one, whole; nobody may be left to read it."""
-        path = Path(self.folder, f"{note}.json")
-        with suppress(FileNotFoundError):
-            path.with_suffix(".new").write_text(json.dumps(content))
-            path.with_suffix(".new").replace(path)
-
-    def notes(self, kind: str) -> list[Any]:
-        """All notes of a kind, in the order of their names."""
-        return [json.loads(path.read_text()) for path in sorted(Path(self.folder).glob(f"{kind}-*.json"))]
+def load(target: str) -> Callable[..., Any]:
+    """The function that `module:function` names."""
+    module, _, name = target.partition(":")
+    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return function
 
 
 @contextmanager
-def new_plan(verb: str, target: str, job: Mapping[str, Any]) -> Iterator[Plan]:
-    """A plan with a folder that goes away at the end."""
-    with tempfile.TemporaryDirectory(prefix=f"gradwire-{verb}-", ignore_cleanup_errors=True) as folder:
-        yield Plan(verb, target, job, folder)
+def new_plan(verb: str, target: str, job: Mapping[str, Any]) -> Iterator[RunPlan]:
+    """A plan with a folder that is removed at the end."""
+    with new_folder(verb) as folder:
+        yield RunPlan(folder, verb, target, job)
+
+
+def new_folder(name: str) -> tempfile.TemporaryDirectory[str]:
+    """A folder for notes. A process that ends late may still write into it while it is being removed."""
+    return tempfile.TemporaryDirectory(prefix=f"gradwire-{name}-", ignore_cleanup_errors=True)

@@ -1,4 +1,4 @@
-"""Runs a script in this process as Python itself would, and tells how it ended."""
+"""Script: a user's program. It is checked before anything starts, and run in this process as Python itself would."""
 
 from __future__ import annotations
 
@@ -8,24 +8,19 @@ import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import TracebackType
 
-from gradwire.errors import GradwireError, SpecError
-from gradwire.tools.launch.failures import note_failure
-from gradwire.tools.launch.models import watch_models
-from gradwire.tools.launch.modules import check_module
-from gradwire.tools.launch.plan import Plan
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire.errors import SpecError
+from gradwire.tools.launch.inside import note_failure
+from gradwire.tools.launch.plan import RunPlan
+from gradwire.tools.launch.startup.sitecustomize import patch
+from gradwire.tools.launch.supervise import RunFailed
 
 OURS = (__file__, "<frozen runpy>", runpy.__file__)
-
-
-class ScriptFailed(GradwireError, RuntimeError):
-    """The script ended with an error, which `exit_code` passes on; without a text it has said everything itself."""
-
-    def __init__(self, text: str, exit_code: int = 1) -> None:
-        super().__init__(text)
-        self.exit_code = exit_code
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +36,7 @@ class Script:
         """From the end of a command line. SpecError if there is nothing to run."""
         name, *args = words
         if module:
-            check_module(name)
+            _check_module(name)
         elif not Path(name).exists():
             raise SpecError(f"script {name!r} does not exist; give the path of a Python file, or -m and a module")
         elif Path(name).is_dir() and not Path(name, "__main__.py").exists():
@@ -59,47 +54,75 @@ class Script:
         if self.module:
             runpy.run_module(self.name, run_name="__main__", alter_sys=True)
         else:
-            runpy.run_path(os.path.abspath(self.name), run_name="__main__")  # as __file__ is, when Python runs it
+            runpy.run_path(os.path.abspath(self.name), run_name="__main__")  # Python gives an absolute __file__ too
 
 
-def run_under(plan: Plan, script: Script) -> None:
-    """Run a script in this process, and below it, under a plan. ScriptFailed with its own traceback as the text."""
+def run_under(plan: RunPlan, script: Script) -> None:
+    """Run a script in this process, and processes below it, under a plan. RunFailed with the script's own traceback."""
     os.environ.update(plan.environment())
-    watch_models()
+    patch(DistributedDataParallel)
     try:
         script.run()
     except SystemExit as stop:
         _check_exit(stop)
     except KeyboardInterrupt:
-        raise ScriptFailed("", 130) from None
+        raise RunFailed("", 130) from None
     except BaseException as error:
         trimmed = error.with_traceback(_own_frames(error.__traceback__))
         note_failure(plan, trimmed)
-        raise ScriptFailed("".join(traceback.format_exception(trimmed)).rstrip()) from error
+        raise RunFailed("".join(traceback.format_exception(trimmed)).rstrip()) from error
 
 
 def _check_exit(stop: SystemExit) -> None:
     """`sys.exit()` with nothing or 0 is a success, a number is kept, and a text is an error to print."""
     if isinstance(stop.code, int | None):
         if stop.code:
-            raise ScriptFailed("", int(stop.code))
+            raise RunFailed("", int(stop.code))
         return
     print(stop.code, file=sys.stderr)
-    raise ScriptFailed("", 1)
+    raise RunFailed("", 1)
 
 
 def _own_frames(frames: TracebackType | None) -> TracebackType | None:
-    """Without those that led to the script."""
+    """The traceback without the frames that led to the script."""
     while frames is not None and frames.tb_frame.f_code.co_filename in OURS:
         frames = frames.tb_next
     return frames
 
 
 def _set_first_path(folder: str) -> None:
-    """What Python does before it runs a script, unless it is asked not to."""
+    """What Python does before it runs a script, unless PYTHONSAFEPATH says otherwise."""
     if "PYTHONSAFEPATH" in os.environ:
         return
-    if sys.flags.safe_path:  # how we start ranks, so that the working directory hides no module from us
+    if sys.flags.safe_path:  # ranks start this way, so that the working directory hides no module from gradwire
         sys.path.insert(0, folder)
     else:
         sys.path[0] = folder
+
+
+def _check_module(name: str) -> None:
+    """SpecError if `python -m name` would find nothing to run. Imports nothing: that is for the ranks to do."""
+    parts = name.split(".")
+    folders: Sequence[str] | None = None
+    for count, part in enumerate(parts, start=1):
+        sought = ".".join(parts[:count])
+        if count > 1 and folders is None:
+            raise SpecError(f"-m {name}: there is no module {sought!r}, as {sought[: -len(part) - 1]!r} is no package")
+        spec = _find(sought, folders) if part else None
+        if spec is None:
+            raise SpecError(
+                f"-m {name}: there is no module {sought!r} in {os.getcwd()}, nor is it installed; give the name of a "
+                "module that trains with DDP"
+            )
+        folders = spec.submodule_search_locations
+    if folders is not None and _find(f"{name}.__main__", folders) is None:
+        raise SpecError(f"-m {name}: this is a package without __main__.py; name a module in it")
+
+
+def _find(name: str, folders: Sequence[str] | None) -> ModuleSpec | None:
+    """By the finders of this process; without `folders` in the working directory first, as for `python -m`."""
+    here = None
+    if folders is None and "PYTHONSAFEPATH" not in os.environ:
+        here = PathFinder.find_spec(name, [os.getcwd()])
+    found = (finder.find_spec(name, folders) for finder in sys.meta_path)
+    return here or next(filter(None, found), None)

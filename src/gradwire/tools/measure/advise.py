@@ -1,16 +1,17 @@
-"""advise(): is this run held back by the network, which hook is best for it, and the line of code to paste.
+"""advise(): is this training limited by the network, which hook is best for it, and which line of code to add.
 
-1. `headroom` times steps with and without communication: below 10%, the answer is not to compress.
-2. A survey of every hook on the same script: error, predicted and measured step time (`survey.py`).
+1. `headroom` times steps with and without communication.
+2. `Survey` measures every hook on the same script: its error, and its predicted and measured step time.
+3. `recommend` picks a hook, or none.
 """
 
 from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -18,21 +19,22 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.auto.settings import Auto
-from gradwire.auto.trial import NEAR
 from gradwire.exchanges import EXCHANGES, Exact, exchange
 from gradwire.models.buckets import MIB
 from gradwire.models.ddp import attach
 from gradwire.spec import NestedSpec
-from gradwire.tools.launch import Plan, Script, ScriptFailed, follow
+from gradwire.tools.launch.launch import Report, follow
 from gradwire.tools.launch.link import Link, emulate
-from gradwire.tools.launch.plan import new_plan
-from gradwire.tools.measure.headroom import STEPS, Headroom, headroom, local_ranks
+from gradwire.tools.launch.plan import RunPlan, new_plan
+from gradwire.tools.launch.script import Script
+from gradwire.tools.launch.supervise import RunFailed
+from gradwire.tools.measure.headroom import STEPS, Headroom, built_in, headroom
 from gradwire.tools.measure.survey import ALWAYS, MOST_STEPS, TYPICAL_STEPS, Survey
+from gradwire.tools.records.recommend import BASELINE, PAYS, Option, Recommendation, recommend
 from gradwire.tools.records.records import Split
 
-PAYS = 1.10
-"""A hook that makes a run faster by less than this is not worth its risk."""
 _taken: set[str] = set()
+"""Folders of the plans whose first model this process has surveyed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,15 +44,23 @@ class Row:
     hook: str
     predicted_s: float
     measured_s: float | None
-    """None: it did not look promising enough to be measured, or its error is too large."""
+    """None: its prediction was not among the best, or its error is too large."""
     error: float
-    """Of the mean, relative to the mean, on the model's own gradients."""
+    """Error of the mean, relative to the mean, on the model's own gradients."""
     sent_bytes: float
-    """By a rank, each step."""
+    """Per rank and step."""
     step_s: tuple[float, ...] = ()
-    """What `measured_s` is the median of: the slowest rank's time of every step."""
+    """The times that `measured_s` is the median of: of every step, the time of the slowest rank."""
     split: Split | None = None
-    """Where the time goes on rank 0, if it was measured."""
+    """The parts of a step on rank 0, if it was measured."""
+
+    @property
+    def quartiles_s(self) -> tuple[float, float] | None:
+        """Lower and upper quartile of `step_s`, if it was measured."""
+        if len(self.step_s) < 2:
+            return None
+        low_s, _, high_s = statistics.quantiles(self.step_s, n=4, method="inclusive")
+        return low_s, high_s
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Row:
@@ -65,63 +75,59 @@ class Advice:
 
     headroom: Headroom
     rows: tuple[Row, ...]
-    pick: str
-    """The hook to use; `exact` for none."""
     max_error: float
+    """The largest error of the mean that a recommended hook may have."""
     params: int
     """Parameters of the model."""
     bucket_mb: float | None = None
-    """Of the buckets that gradwire cut, where they are not DDP's."""
+    """The size of gradwire's buckets, if they replace DDP's."""
+
+    @property
+    def recommendation(self) -> Recommendation:
+        """By the rule of `recommend`, from the hooks that were measured."""
+        measured = [row for row in self.rows if row.measured_s is not None or row.hook == BASELINE]
+        made = recommend([self._option(row) for row in measured], ceiling=self.headroom.ceiling)
+        return replace(made, reason=made.reason + self._buckets_text())
+
+    @property
+    def pick(self) -> str:
+        """The hook to use; `exact` for none."""
+        return self.recommendation.hook or BASELINE
 
     @property
     def compress(self) -> bool:
         """Whether a hook pays."""
-        return self.pick != "exact"
+        return self.recommendation.hook is not None
 
     @property
     def line(self) -> str:
         """What to paste into the script."""
-        return f'gradwire.register(ddp_model, "{self.pick}")' if self.compress else "# no hook: DDP as it is"
+        return self.recommendation.code or "# no hook: DDP as it is"
 
     def reason(self) -> str:
-        """In a sentence or two."""
-        exact, picked = self._measured("exact"), self._measured(self.pick)
-        found = self.headroom
-        if not self.compress and not found.is_network_bound:
-            return (
-                f"Do not compress: {found.exposed:.0%} of a step is exposed communication, and below 10% no hook pays."
-            )
-        if not self.compress:
-            return (
-                f"Do not compress: up to {found.ceiling:.2f}x is there to gain, but of the hooks with an error of at "
-                f"most {self.max_error:g} none was at least {PAYS:.2f}x as fast as exact averaging.{self._of_buckets()}"
-            )
-        return (
-            f"Use {self.pick}: a step takes {1e3 * picked:.1f} ms instead of {1e3 * exact:.1f}, {exact / picked:.2f}x "
-            f"as fast, of at most {found.ceiling:.2f}x; the error of the mean is {self._row(self.pick).error:.2g}."
-            f"{self._of_buckets()}"
-        )
-
-    def _of_buckets(self) -> str:
-        """What other buckets alone do: every hook, `exact` too, is measured with those that gradwire cut."""
-        plain, exact = statistics.median(self.headroom.with_s), self._measured("exact")
-        if self.bucket_mb is None or plain < PAYS * exact:
-            return ""
-        ours = f"gradwire's {self.bucket_mb:.1f} MiB"
-        return f" DDP as it is takes {1e3 * plain:.1f} ms, as its buckets are larger than {ours}."
+        """The recommendation in whole sentences."""
+        return str(self.recommendation)
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, for JSON."""
-        rows = [asdict(row) for row in self.rows]
-        told = {"pick": self.pick, "compress": self.compress, "reason": self.reason(), "line": self.line}
+        answer = {"pick": self.pick, "compress": self.compress, "reason": self.reason(), "line": self.line}
         limits = {"max_error": self.max_error, "params": self.params, "bucket_mb": self.bucket_mb}
-        return {**told, **limits, "headroom": self.headroom.as_dict(), "hooks": rows}
+        rows = [asdict(row) for row in self.rows]
+        return {**answer, **limits, "headroom": self.headroom.as_dict(), "hooks": rows}
 
-    def _row(self, hook: str) -> Row:
-        return next(row for row in self.rows if row.hook == hook)
+    def _option(self, row: Row) -> Option:
+        excluded = f"error above {self.max_error:g}" if row.error > self.max_error else ""
+        step_s = row.predicted_s if row.measured_s is None else row.measured_s
+        return Option(hook=row.hook, step_s=step_s, error=row.error, quartiles_s=row.quartiles_s, excluded=excluded)
 
-    def _measured(self, hook: str) -> float:
-        return self._row(hook).measured_s or self._row(hook).predicted_s
+    def _buckets_text(self) -> str:
+        """What the smaller buckets alone gain: every hook, `exact` too, is measured with them."""
+        exact = next(row for row in self.rows if row.hook == BASELINE)
+        plain_s, exact_s = statistics.median(self.headroom.with_s), exact.measured_s or exact.predicted_s
+        if self.bucket_mb is None or plain_s < PAYS * exact_s:
+            return ""
+        ours = f"gradwire's buckets of {self.bucket_mb:.1f} MiB"
+        return f" Plain DDP takes {1e3 * plain_s:.1f} ms, because its buckets are larger than {ours}."
 
 
 def advise(
@@ -133,43 +139,41 @@ def advise(
     link: str | None = None,
     nproc: int | None = None,
     torchrun: Sequence[str] = (),
-    report: Callable[[float, str], None] = lambda part, doing: None,
+    report: Report = lambda part, doing: None,
 ) -> Advice | None:
-    """Run a script twice, by default the built-in GPT on 2 ranks, until enough is known, and say what to do.
+    """Run a script twice until enough is known, and recommend a hook, or none.
 
-    In the first run training is as ever; in the second it uses the hooks, so its results are not for keeping. Inside a
-    launcher all ranks but the first return None.
+    In the first run the training is not changed. In the second one it uses the hooks, so its results are of no use.
+
+    Args:
+        script: What to run; by default the built-in GPT on 2 ranks.
+        hooks: The specs to choose from; by default all registered hooks.
+        max_error: The largest error of the mean, relative to the mean, that a recommended hook may have.
+        steps: The number of steps to time for the headroom.
+        link: A link to emulate, such as `1gbit,latency=1ms`.
+        nproc: The number of ranks to start; see `launch.launch`.
+        torchrun: Options of torchrun; see `launch.launch`.
+        report: Called with the part that is done and what is being done.
+
+    Returns:
+        The advice; None on all ranks but the first if a launcher has started this process.
+
+    Raises:
+        SpecError: Something cannot be measured. Nothing has been started.
+        RunFailed: The script failed, or trained too few steps.
     """
     settings = _settings(hooks, max_error)
     ranks: dict[str, Any] = {"nproc": nproc, "torchrun": torchrun}
     first = lambda part, doing: report(part / 2, f"headroom: {doing}")  # noqa: E731 - the same bar for both runs
-    found = headroom(script, steps=steps, link=link, stop=True, report=first, **ranks)
+    measured = headroom(script, steps=steps, link=link, stop=True, report=first, **ranks)
     if dist.is_initialized():  # inside a launcher: the script makes its group anew when it runs again
         dist.destroy_process_group()
-    told = _survey(script, settings, found, link, ranks, report)
-    if found is None or told is None:
+    surveyed = _survey(script, settings, measured, link, ranks, report)
+    if measured is None or surveyed is None:
         return None
-    rows = tuple(map(Row.from_dict, told["rows"]))
-    pick = _pick(rows, found, max_error)
-    model = {"params": told["params"], "bucket_mb": told["bucket_mb"]}
-    return Advice(headroom=found, rows=rows, pick=pick, max_error=max_error, **model)
-
-
-def _pick(rows: Sequence[Row], found: Headroom, max_error: float) -> str:
-    """The most exact of the fastest, if it is worth it."""
-    fit = {row.hook: row for row in rows if row.measured_s and (row.error <= max_error or row.hook == "exact")}
-    if "exact" not in fit or not found.is_network_bound:  # alone within the error, `exact` needs no measuring
-        return "exact"
-    times = {hook: row.measured_s for hook, row in fit.items() if row.measured_s}
-    return worth_most(times, {hook: row.error for hook, row in fit.items()})
-
-
-def worth_most(times_s: Mapping[str, float], errors: Mapping[str, float]) -> str:
-    """The most exact hook within 3% of the fastest; `exact` if none makes a step at least 1.10x as fast."""
-    best = min(times_s.values())
-    if times_s["exact"] / best < PAYS:
-        return "exact"
-    return min((hook for hook, time_s in times_s.items() if time_s <= NEAR * best), key=lambda hook: errors[hook])
+    rows = tuple(map(Row.from_dict, surveyed["rows"]))
+    model = {"params": surveyed["params"], "bucket_mb": surveyed["bucket_mb"]}
+    return Advice(headroom=measured, rows=rows, max_error=max_error, **model)
 
 
 def _settings(hooks: Sequence[str], max_error: float) -> Auto:
@@ -181,51 +185,50 @@ def _settings(hooks: Sequence[str], max_error: float) -> Auto:
 def _survey(
     script: Script | None,
     settings: Auto,
-    found: Headroom | None,
+    measured: Headroom | None,
     link: str | None,
     ranks: dict[str, Any],
-    report: Callable[[float, str], None],
+    report: Report,
 ) -> dict[str, Any] | None:
     """The second run."""
     if script is None:
-        ranks = {**ranks, "nproc": local_ranks(ranks["nproc"])}
-        script = Script("gradwire.tools.measure.builtin", (str(MOST_STEPS),), module=True)
+        script, ranks["nproc"] = built_in(MOST_STEPS, ranks["nproc"])
     job = {
         "hooks": settings.hooks,
         "max_error": settings.max_error,
         "link": None if link is None else str(Link.parse(link)),
-        "compute": None if found is None else _compute_of(found),
+        "compute": None if measured is None else _compute_of(measured),
     }
-    with new_plan("advise", "gradwire.tools.measure.advise:surveyed", job) as plan:
+    with new_plan("advise", "gradwire.tools.measure.advise:survey_first", job) as plan:
 
         def enough() -> bool:
-            done = max((note["steps"] for note in plan.notes("progress")), default=0)
-            told = "weighing hooks" if not done else f"step {done} of about {TYPICAL_STEPS}"
-            report(0.5 + min(done / TYPICAL_STEPS, 1.0) / 2, told)
-            return bool(plan.notes("survey"))
+            done = max((note["steps"] for note in plan.read("progress")), default=0)
+            doing = f"step {done} of about {TYPICAL_STEPS}" if done else "predicting step times"
+            report(0.5 + min(done / TYPICAL_STEPS, 1.0) / 2, doing)
+            return bool(plan.read("survey"))
 
         follow(plan, script, ranks["nproc"], ranks["torchrun"], enough=enough)
-        notes = plan.notes("survey")
-        if not notes and found is not None:
-            raise ScriptFailed(f"the script trained too few steps to try the hooks: let it train at least {MOST_STEPS}")
+        notes = plan.read("survey")
+        if not notes and measured is not None:
+            raise RunFailed(f"the script trained too few steps to try the hooks: let it train at least {MOST_STEPS}")
         return notes[0] if notes else None
 
 
-def _compute_of(found: Headroom) -> dict[str, Any]:
-    step_s = statistics.median(found.without_s)
-    backward_s = min(found.backward.backward_s or step_s * 2 / 3, step_s)
-    cores = max((os.cpu_count() or 1) / found.ranks, 0.5)
+def _compute_of(measured: Headroom) -> dict[str, Any]:
+    step_s = statistics.median(measured.without_s)
+    backward_s = min(measured.backward.backward_s or step_s * 2 / 3, step_s)
+    cores = max((os.cpu_count() or 1) / measured.ranks, 0.5)
     return {
         "forward_s": step_s - backward_s,
-        "came_s": dict(found.backward.came_s),
+        "came_s": dict(measured.backward.came_s),
         "backward_s": backward_s,
         "cores": cores,
         "threads": min(torch.get_num_threads(), max(1, round(cores))),
     }
 
 
-def surveyed(model: DistributedDataParallel, plan: Plan) -> None:
-    """Survey the first model of the script, and leave a note."""
+def survey_first(model: DistributedDataParallel, plan: RunPlan) -> None:
+    """Survey the first model of the script, and write a note."""
     if plan.folder in _taken:
         return
     _taken.add(plan.folder)
@@ -236,9 +239,9 @@ def surveyed(model: DistributedDataParallel, plan: Plan) -> None:
         hook = attach(model, Exact())
     bucket_mb = None if model.bucket_bytes_cap == cap_bytes else model.bucket_bytes_cap / MIB
 
-    def publish(told: dict[str, Any]) -> None:
+    def publish(result: dict[str, Any]) -> None:
         if hook.rank == 0:
-            plan.write(plan.new_note("survey"), {**told, "bucket_mb": bucket_mb})
+            plan.write(plan.new_note("survey"), {**result, "bucket_mb": bucket_mb})
 
     def count(steps: int) -> None:
         plan.write(progress, {"steps": steps})

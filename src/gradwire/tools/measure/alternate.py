@@ -1,10 +1,10 @@
-"""Steps with and without communication, by turns, in a training that stays what it was, bit for bit.
+"""Times steps with and without communication in turns, in a training that stays the same, bit for bit.
 
-DDP calls a hook for every bucket of gradients while the backward pass still runs, and waits for the answers at its
-end. In a step *with* communication the hook answers as DDP alone would: it starts an all-reduce at once. In a step
-*without* it puts the bucket aside. When the backward pass is through, the clock is stopped, the buckets put aside are
-averaged by the very same all-reduces, and the clock runs on. So every step trains on the same gradients, no copy of
-the model is needed, and what is timed is the user's whole step: data, forward, backward and optimizer.
+DDP calls a hook for every bucket of gradients while the backward pass still runs, and waits for the results at its end.
+In a step *with* communication the hook does what DDP alone would do: it starts an all-reduce at once. In a step
+*without* communication it keeps the bucket. When the backward pass is over, the clock is stopped, the kept buckets are
+averaged by the same all-reduces, and the clock continues. So every step trains on the same gradients, no copy of the
+model is needed, and the timed step is the user's whole step: data, forward, backward and optimizer.
 """
 
 # DDP reads the annotations of a hook as objects, so this module must not postpone their evaluation.
@@ -27,27 +27,28 @@ from gradwire._torch.optim import at_end_of_backward
 from gradwire.engine.stream import new_future
 from gradwire.errors import RegisterError
 from gradwire.exchanges import Exact
+from gradwire.exchanges.bucket import Steps
 from gradwire.models.ddp import from_ddp, make_hook
 from gradwire.models.uncopied import Uncopied
-from gradwire.tools.launch.link import emulate
+from gradwire.tools.launch.link import EmulatedLink, emulate
 
 ORDER = (True, False, False, True)
-"""Whether a step of a round communicates: a machine that grows slower does so for both kinds alike."""
+"""Whether a step of a round communicates. A machine that gets slower slows down both kinds equally."""
 WARM_UP = 6
-"""Steps before the first timed one: DDP cuts its buckets anew, memory is first touched, caches fill."""
-LET_GO_S = 5.0
-"""How long a thread of the backend may hold a tensor after its collective has ended: microseconds, on a free core."""
+"""Steps before the first timed one: DDP rebuilds its buckets, memory is first touched, caches fill."""
+RELEASE_S = 5.0
+"""The longest time that a thread of the backend holds a tensor after its collective: microseconds, on a free core."""
 
 Mean = Callable[[Any], Future[Tensor]]
 
 
 class Backward(NamedTuple):
-    """A backward pass without communication, from the first bucket on."""
+    """A backward pass without communication, in seconds from the first bucket on."""
 
     backward_s: float
     """When it ended."""
     came_s: Mapping[str, float]
-    """When the gradient of each parameter was there."""
+    """When the gradient of each parameter was ready."""
 
 
 UNSEEN = Backward(0.0, {})
@@ -56,21 +57,21 @@ Publish = Callable[[list[float], Backward], None]
 
 
 def communicates(at: int) -> bool:
-    """Whether the timed step with this number does.
+    """Whether the timed step with this number communicates.
 
-    Every other round, and every other pair of rounds, and so on, is the other way round: what a script does every 2, 4
-    or 8 steps, such as stepping an optimizer after some backward passes, hits both kinds alike.
+    Every other round, every other pair of rounds, and so on, has the opposite order. So work that a script does every
+    2, 4 or 8 steps, such as an optimizer step after several backward passes, affects both kinds equally.
     """
-    turned, place = divmod(at, len(ORDER))
-    return ORDER[place] != (turned.bit_count() % 2 == 1)
+    round_number, place = divmod(at, len(ORDER))
+    return ORDER[place] != (round_number.bit_count() % 2 == 1)
 
 
 class Clock:
-    """Times whole steps and says which kind the current one is. One for all models of a process.
+    """Times whole steps and decides the kind of the current one. All models of a process share one clock.
 
-    A step lasts from the first bucket of one backward pass to the first of the next: nothing is left out, wherever a
-    script begins its loop. `publish` gets all times so far, the slowest rank's of each step, whenever a round of ORDER
-    is complete on all ranks, and this rank's median backward pass without communication.
+    A step lasts from the first bucket of one backward pass to the first bucket of the next, so nothing is left out.
+    Whenever a round of ORDER is complete on all ranks, `publish` gets all times so far, those of the slowest rank, and
+    this rank's median backward pass without communication.
     """
 
     def __init__(self, steps: int, publish: Publish) -> None:
@@ -84,7 +85,7 @@ class Clock:
         self._passes: list[Backward] = []
 
     def begin_step(self, model: "Alternating", group: dist.ProcessGroup, device: torch.device) -> None:
-        """The first bucket of a model is there. Of several models the first to train counts the steps."""
+        """The first bucket of a model has arrived. Of several models the first one to train counts the steps."""
         self._lead = self._lead or model
         if model is not self._lead or len(self._times) == self._steps:
             return
@@ -99,24 +100,24 @@ class Clock:
         self._stopped_s, self._since_s = 0.0, now(device)
 
     def came(self, model: "Alternating", names: Iterable[str], device: torch.device) -> None:
-        """Gradients are there. The first time in a step counts, and only in one without communication."""
+        """Gradients are ready. The first time in a step counts, and only in a step without communication."""
         if model is self._lead and self._came_s is not None:
             came_s = now(device) - self._since_s
             for name in names:
                 self._came_s.setdefault(name, came_s)
 
     def ended(self, model: "Alternating", device: torch.device) -> None:
-        """A backward pass without communication is through."""
+        """A backward pass without communication is over."""
         if model is self._lead and self._came_s is not None:
             self._passes.append(Backward(now(device) - self._since_s, self._came_s))
             self._came_s = None
 
     def stopped(self, seconds: float) -> None:
-        """The step has been held up by so much."""
+        """Do not count these seconds of the step."""
         self._stopped_s += seconds
 
     def _agree(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """At the end of a round: each step took as long as on the slowest rank."""
+        """At the end of a round: use the times of the slowest rank."""
         if len(self._times) % len(ORDER) == 0:
             latest = torch.tensor(self._times[-len(ORDER) :], dtype=torch.float64, device=device)
             dist.all_reduce(latest, dist.ReduceOp.MAX, group=group)
@@ -128,58 +129,57 @@ class Clock:
 class Alternating(Uncopied):
     """The state of the hook of one model."""
 
-    def __init__(self, model: DistributedDataParallel, clock: Clock, link: str | None) -> None:
+    def __init__(self, model: DistributedDataParallel, clock: Clock, link: EmulatedLink | str | None) -> None:
         self._model, self._clock = weakref.ref(model), clock
         self._group, self._device = model.process_group, next(model.parameters()).device
         self._names = {param: name for name, param in model.module.named_parameters()}
         self._mean = self._all_reduce if link is None else self._emulated(link)
         self._waiter = ThreadPoolExecutor(1, "gradwire-waiter")
-        self._last_index = -1
+        self._steps = Steps()
         self._communicates = True
-        self._aside: list[tuple[Any, Future[Tensor]]] = []
+        self._kept: list[tuple[Any, Future[Tensor]]] = []
         self._sent: list[weakref.ref[Tensor]] = []
-        """What collectives work at, or have just ended with: aliases of buckets, held by nobody else."""
-        weakref.finalize(self, _wait_let_go, self._sent)
-        if self._device.type == "cpu":  # elsewhere a look at the clock would hold up the device
+        """Aliases of the buckets that collectives use or have just used. Only the backend holds them."""
+        weakref.finalize(self, _wait_for_release, self._sent)
+        if self._device.type == "cpu":  # elsewhere reading the clock would stall the device
             for param in self._names:
                 if param.requires_grad:
                     param.register_post_accumulate_grad_hook(self._note)
 
     def average(self, bucket: Any) -> Future[Tensor]:
-        """What DDP gets for a bucket: its mean over the ranks, now or at the end of the backward pass."""
+        """The result for DDP: the mean of a bucket over the ranks, started now or at the end of the backward pass."""
         self._check(bucket)
-        first, self._last_index = bucket.index() <= self._last_index or self._last_index < 0, bucket.index()
-        if first:
+        if self._steps.add(bucket.index()):
             self._clock.begin_step(self, self._group, self._device)
             self._communicates = self._clock.communicates
         ours = from_ddp(bucket, lambda param: self._names[param])
-        return self._mean(ours) if self._communicates else self._put_aside(ours)
+        return self._mean(ours) if self._communicates else self._keep(ours)
 
     def _note(self, param: Tensor) -> None:
         self._clock.came(self, (self._names[param],), self._device)
 
-    def _put_aside(self, bucket: Any) -> Future[Tensor]:
-        if not self._aside:  # runs at the end of the backward pass, before DDP looks for answers
-            at_end_of_backward(self._make_up)
+    def _keep(self, bucket: Any) -> Future[Tensor]:
+        if not self._kept:  # runs at the end of the backward pass, before DDP waits for results
+            at_end_of_backward(self._average_kept)
         future = new_future(self._device)
-        self._aside.append((bucket, future))
+        self._kept.append((bucket, future))
         self._clock.came(self, bucket.names, self._device)
         return future
 
-    def _make_up(self) -> None:
-        """Average what was put aside, off the clock."""
+    def _average_kept(self) -> None:
+        """Average the kept buckets while the clock is stopped."""
         began_s = now(self._device)
         self._clock.ended(self, self._device)
-        aside, self._aside = self._aside, []
-        means = [self._mean(bucket) for bucket, _ in aside]
-        for mean, (_, future) in zip(means, aside, strict=True):
+        kept, self._kept = self._kept, []
+        means = [self._mean(bucket) for bucket, _ in kept]
+        for mean, (_, future) in zip(means, kept, strict=True):
             future.set_result(mean.wait())
         self._clock.stopped(now(self._device) - began_s)
 
     def _all_reduce(self, bucket: Any) -> Future[Tensor]:
-        """As DDP without a hook does it: the same operations on the same buffer, so the same bits.
+        """Average as DDP without a hook does: the same operations on the same buffer, so the same bits.
 
-        One case is out of reach: on 3, 5, 6, 7... ranks DDP divides gradients that it finds in its buckets
+        There is one exception: on 3, 5, 6, 7... ranks DDP divides gradients that are already in its buckets
         (`gradient_as_bucket_view` and `zero_grad(set_to_none=False)`), and multiplies all others by 1 / ranks.
         """
         flat = bucket.flat
@@ -193,7 +193,7 @@ class Alternating(Uncopied):
         self._waiter.submit(_settle, dist.all_reduce(sent, group=self._group, async_op=True), flat, future)
         return future
 
-    def _emulated(self, link: str) -> Mean:
+    def _emulated(self, link: EmulatedLink | str) -> Mean:
         with emulate(link):
             hook = make_hook(Exact(), self._group, self._device)
         return hook.mean
@@ -210,10 +210,10 @@ class Alternating(Uncopied):
 
 
 def _settle(work: Any, flat: Tensor, future: Future[Tensor]) -> None:
-    """Answer when the collective is through.
+    """Complete the future when the collective is over.
 
-    In a thread that Python waits for at its end: a callback on the collective's own future runs in one of the backend,
-    and aborts a process that leaves while it is not quite through.
+    This runs in a thread that Python waits for at exit. A callback on the collective's own future would run in a thread
+    of the backend, and abort a process that exits before it has returned.
     """
     try:
         work.wait()
@@ -223,9 +223,9 @@ def _settle(work: Any, flat: Tensor, future: Future[Tensor]) -> None:
         future.set_result(flat)
 
 
-def _wait_let_go(sent: list[weakref.ref[Tensor]]) -> None:
-    """At the end of the process: the thread of the backend that lets go of a tensor needs the interpreter for it."""
-    until_s = time.monotonic() + LET_GO_S
+def _wait_for_release(sent: list[weakref.ref[Tensor]]) -> None:
+    """At the end of the process: the thread of the backend that releases a tensor needs the interpreter for that."""
+    until_s = time.monotonic() + RELEASE_S
     while any(each() is not None for each in sent) and time.monotonic() < until_s:
         time.sleep(0.001)
 
@@ -236,7 +236,7 @@ def alternating_hook(state: Alternating, bucket: GradBucket) -> torch.futures.Fu
 
 
 def now(device: torch.device) -> float:
-    """Seconds, once the device has done all it was asked to."""
+    """Seconds, after the device has finished all its work."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
     return time.perf_counter()

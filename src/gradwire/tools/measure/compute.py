@@ -1,25 +1,54 @@
-"""Measures the compute of a step: what it takes without communication, and when each bucket is full."""
+"""Compute: what a training step takes without communication, and when each bucket is ready; and how to measure it."""
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from gradwire.engine.hook import Hook
 from gradwire.errors import SpecError
-from gradwire.tools.measure.cost import Compute
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compute:
+    """A step without communication."""
+
+    forward_s: float
+    ready_s: tuple[float, ...]
+    """When each bucket is full, from the start of backward, in the order of the buckets."""
+    backward_s: float
+    after_s: float = 0.0
+    """The optimizer, and whatever else comes after backward."""
+    cores: float = 1.0
+    """The cores that this rank has to itself."""
+    threads: int = 1
+    """The threads that backward computes with."""
+
+    def __post_init__(self) -> None:
+        times = (self.forward_s, *self.ready_s, self.backward_s, self.after_s)
+        if not all(0 <= value < math.inf for value in times) or list(self.ready_s) != sorted(self.ready_s):
+            raise SpecError(f"compute: times must be 0 or more, and buckets get ready one after the other, got {self}")
+        if self.cores <= 0 or self.threads < 1:
+            raise SpecError(f"compute: a rank has more than 0 cores and at least 1 thread, got {self}")
+
+    @property
+    def step_s(self) -> float:
+        """The whole step."""
+        return self.forward_s + self.backward_s + self.after_s
 
 
 def measure_compute(
     hook: Hook, forward: Callable[[], Tensor], after: Callable[[], None] = lambda: None, *, steps: int = 5, cores: float
 ) -> Compute:
-    """Medians over `steps` steps of `forward()` (which returns the loss), its backward and `after()` (the optimizer).
+    """Measure medians over `steps` steps: `forward()` returns the loss, `after()` is the optimizer's step.
 
-    The hook must be `noop` meanwhile, so every rank trains for itself: use a model that can be thrown away. `cores` are
+    The hook must be `noop` meanwhile, so every rank trains by itself: use a model that can be thrown away. `cores` are
     those that this rank has to itself.
     """
     if hook.exchange.lanes:
@@ -31,10 +60,9 @@ def measure_compute(
     finally:
         hook.after_mean = kept
     forward_s, backward_s, after_s, *ready_s = (statistics.median(column) for column in zip(*taken, strict=True))
-    ready = tuple(min(value, backward_s) for value in ready_s)
     return Compute(
         forward_s=forward_s,
-        ready_s=ready,
+        ready_s=tuple(min(value, backward_s) for value in ready_s),
         backward_s=backward_s,
         after_s=after_s,
         cores=cores,
@@ -43,7 +71,7 @@ def measure_compute(
 
 
 def _step(forward: Callable[[], Tensor], after: Callable[[], None], arrived: list[float]) -> Sequence[float]:
-    """Forward, backward, after, and the time at which each bucket came, from the start of backward."""
+    """Seconds of forward, backward and after, and when each bucket arrived, from the start of backward."""
     arrived.clear()
     began = time.perf_counter()
     loss = forward()

@@ -1,16 +1,16 @@
-"""The cost model: how long a training step takes under a hook, from its chunks' courses, the link and the compute.
+"""The cost model: predicts the time of a training step under a hook from its traces, the link and the compute.
 
-A rank is two things that are shared and one that is not:
+A rank consists of two shared resources and one that is not shared:
 
-    cpu    the backward pass, up to THREADS chunks at work, and the collectives under way, which take processor time to
-           send, receive and sum; with fewer cores than that, each gets an equal share
+    cpu    the backward pass, up to THREADS chunks at work, and the collectives under way, which need CPU time to send,
+           receive and sum; with fewer cores than that, each gets an equal share
     wire   one link; bytes leave in the order in which collectives are issued
-    hops   latency, which delays a chunk but keeps nobody from sending
+    hops   latency, which delays a chunk but does not stop others from sending
 
-A collective is over when its bytes have left, its hops are done and the processor has seen to it.
+A collective is over when its bytes have left, its hops are done and its CPU work is finished.
 
-Chunks go through them as the engine (`runner.py`, `comm.py`) sends them: they start in order as buckets get ready, and
-the k-th collective of a chunk is issued after the k-th of the chunk before. All ranks are taken to be alike.
+Chunks use these resources as in the engine (`runner.py`, `lanes.py`): they start in order as buckets get ready, and the
+k-th collective of a chunk is issued after the k-th collective of the chunk before. All ranks are assumed to be alike.
 """
 
 from __future__ import annotations
@@ -27,90 +27,71 @@ from typing import Protocol
 from gradwire.engine.gloo import THREADS, way
 from gradwire.errors import SpecError
 from gradwire.exchanges import Exchange
+from gradwire.tools.measure.compute import Compute
 from gradwire.tools.measure.fit import Fit
-from gradwire.tools.measure.rehearse import Course, Layout, Send, rehearse
+from gradwire.tools.measure.rehearse import BucketLayout, Send, Trace, rehearse
 
 
 class Wire(Protocol):
-    """What collectives cost: a `Link`, or what a probe has measured."""
+    """What collectives cost: a `Link`, or a measured `Probe`."""
 
     def cost_s(self, collective: str, size: int, sent_bytes: float) -> tuple[float, float]:
-        """Waiting for hops, during which others may send, and sending, during which nobody else can."""
+        """Seconds of waiting for hops, while other collectives may send, and of sending, while no other can."""
 
 
-Toll = Mapping[str, Fit]
-"""By collective: the processor time that it takes a rank, over the bytes sent (`probe`)."""
-FREE: Toll = MappingProxyType({})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Compute:
-    """A step without communication."""
-
-    forward_s: float
-    ready_s: tuple[float, ...]
-    """When each bucket is full, from the start of backward, in the order of the buckets."""
-    backward_s: float
-    after_s: float = 0.0
-    """The optimizer, and whatever else comes after backward."""
-    cores: float = 1.0
-    """That this rank has to itself."""
-    threads: int = 1
-    """That backward computes with."""
-
-    def __post_init__(self) -> None:
-        times = (self.forward_s, *self.ready_s, self.backward_s, self.after_s)
-        if not all(0 <= value < math.inf for value in times) or list(self.ready_s) != sorted(self.ready_s):
-            raise SpecError(f"compute: times must be 0 or more, and buckets get ready one after the other, got {self}")
-        if self.cores <= 0 or self.threads < 1:
-            raise SpecError(f"compute: a rank has more than 0 cores and at least 1 thread, got {self}")
-
-    @property
-    def step_s(self) -> float:
-        """Without communication."""
-        return self.forward_s + self.backward_s + self.after_s
+CpuCost = Mapping[str, Fit]
+"""By collective: the CPU time that it takes a rank, as a function of the bytes sent (measured by `probe`)."""
+NO_CPU_COST: CpuCost = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a step is going to cost one rank."""
+    """What a step costs one rank."""
 
     step_s: float
     sent_bytes: float
     work_s: float
-    """Encoding, summing and decoding, if nothing else ran."""
+    """Encoding, summing and decoding, if nothing else runs."""
     wire_s: float
-    """The link is busy for so long."""
+    """How long the link is busy."""
     exposed_s: float
     """How much longer the step takes than without communication."""
     handling_s: float = 0.0
-    """Processor time of the collectives."""
+    """CPU time of the collectives."""
 
 
 def predict(
-    exchange: Exchange, layouts: Sequence[Layout], size: int, link: Wire, compute: Compute, toll: Toll = FREE
+    exchange: Exchange,
+    layouts: Sequence[BucketLayout],
+    size: int,
+    link: Wire,
+    compute: Compute,
+    cpu_cost: CpuCost = NO_CPU_COST,
 ) -> Prediction:
-    """The step time of `exchange` on `size` ranks. `layouts` are the model's buckets, in order (see `Hook.layouts`).
+    """Predict the step time of `exchange` on `size` ranks.
 
-    Rehearses the exchange on this machine; to ask about several links, rehearse once and use `predict_step`.
+    `layouts` are the model's buckets, in order (see `Hook.layouts`). The exchange is rehearsed on this machine; for
+    several links, rehearse it once and call `predict_step`.
     """
-    return predict_step(rehearse(exchange, layouts, size), link, compute, toll)
+    return predict_step(rehearse(exchange, layouts, size), link, compute, cpu_cost)
 
 
-def predict_step(buckets: Sequence[Sequence[Course]], link: Wire, compute: Compute, toll: Toll = FREE) -> Prediction:
-    """The same, for courses that are known; the number of ranks is theirs."""
+def predict_step(
+    buckets: Sequence[Sequence[Trace]], link: Wire, compute: Compute, cpu_cost: CpuCost = NO_CPU_COST
+) -> Prediction:
+    """The same for known traces, which fix the number of ranks."""
     if len(buckets) != len(compute.ready_s):
-        raise SpecError(f"compute tells of {len(compute.ready_s)} buckets, but there are {len(buckets)}")
-    courses = list(itertools.chain.from_iterable(buckets))
-    sends = [send for course in courses for send in course.sends]
-    over_s = _Rank(buckets, link, compute, toll).run()
+        raise SpecError(f"compute has times for {len(compute.ready_s)} buckets, but there are {len(buckets)}")
+    traces = list(itertools.chain.from_iterable(buckets))
+    sends = [send for trace in traces for send in trace.sends]
+    over_s = _Rank(buckets, link, compute, cpu_cost).run()
     return Prediction(
         step_s=compute.forward_s + over_s + compute.after_s,
         sent_bytes=sum(send.sent_bytes for send in sends),
-        work_s=sum(send.work_s for send in sends) + sum(course.work_s for course in courses),
+        work_s=sum(send.work_s for send in sends) + sum(trace.work_s for trace in traces),
         wire_s=sum(_cost_s(send, link)[1] for send in sends),
         exposed_s=over_s - compute.backward_s,
-        handling_s=sum(_toll_s(send, toll) for send in sends),
+        handling_s=sum(_cpu_cost_s(send, cpu_cost) for send in sends),
     )
 
 
@@ -118,37 +99,37 @@ def _cost_s(send: Send, link: Wire) -> tuple[float, float]:
     return (0.0, 0.0) if send.size == 1 else link.cost_s(send.collective, send.size, send.sent_bytes)
 
 
-def _toll_s(send: Send, toll: Toll) -> float:
-    found = toll.get(way(send.collective, send.size, send.sent_bytes)) or toll.get(send.collective)
+def _cpu_cost_s(send: Send, cpu_cost: CpuCost) -> float:
+    found = cpu_cost.get(way(send.collective, send.size, send.sent_bytes)) or cpu_cost.get(send.collective)
     return found.seconds(send.sent_bytes) if found is not None and send.size > 1 else 0.0
 
 
 class _Chunk:
-    """A chunk on its way: `stage` counts the collectives that it has issued."""
+    """A chunk in flight: `stage` is the number of collectives that it has issued."""
 
-    def __init__(self, ticket: int, course: Course) -> None:
-        self.ticket, self.course, self.stage = ticket, course, 0
+    def __init__(self, ticket: int, trace: Trace) -> None:
+        self.ticket, self.trace, self.stage = ticket, trace, 0
 
     @property
     def work_s(self) -> float:
-        """What is to be done before the next collective, or after the last."""
-        sends = self.course.sends
-        return sends[self.stage].work_s if self.stage < len(sends) else self.course.work_s
+        """The work before the next collective, or after the last one."""
+        sends = self.trace.sends
+        return sends[self.stage].work_s if self.stage < len(sends) else self.trace.work_s
 
 
 class _Rank:
-    """Plays the backward pass of one rank, from event to event."""
+    """Simulates the backward pass of one rank, from event to event."""
 
-    def __init__(self, buckets: Sequence[Sequence[Course]], link: Wire, compute: Compute, toll: Toll) -> None:
-        self._link, self._compute, self._toll = link, compute, toll
+    def __init__(self, buckets: Sequence[Sequence[Trace]], link: Wire, compute: Compute, cpu_cost: CpuCost) -> None:
+        self._link, self._compute, self._cpu_cost = link, compute, cpu_cost
         tickets = itertools.count()
         self._buckets = deque(
-            (ready_s, [_Chunk(next(tickets), course) for course in courses])
-            for ready_s, courses in zip(compute.ready_s, buckets, strict=True)
+            (ready_s, [_Chunk(next(tickets), trace) for trace in traces])
+            for ready_s, traces in zip(compute.ready_s, buckets, strict=True)
         )
         chunks = [chunk for _, chunks in self._buckets for chunk in chunks]
-        lanes = max((len(chunk.course.sends) for chunk in chunks), default=0)
-        self._turns = [deque(chunk for chunk in chunks if len(chunk.course.sends) > lane) for lane in range(lanes)]
+        lanes = max((len(chunk.trace.sends) for chunk in chunks), default=0)
+        self._turns = [deque(chunk for chunk in chunks if len(chunk.trace.sends) > lane) for lane in range(lanes)]
         self._now = self._done_s = self._wire_free = 0.0
         self._queued: deque[_Chunk] = deque()
         self._working: dict[_Chunk, float] = {}
@@ -158,7 +139,7 @@ class _Rank:
         self._running = 0
 
     def run(self) -> float:
-        """Until backward and all chunks are over; when that is."""
+        """Run until backward and all chunks are over, and return when that is."""
         for dt in self._steps():
             rate = self._rate()
             self._now += dt
@@ -195,12 +176,12 @@ class _Rank:
         return self._compute.backward_s - self._done_s > 1e-12
 
     def _rate(self) -> float:
-        """How fast everything that computes goes on: cores are shared alike."""
+        """The speed of everything that computes: cores are shared equally."""
         threads = len(self._working) + len(self._handled) + (self._compute.threads if self._in_backward else 0)
         return min(1.0, self._compute.cores / max(threads, 1))
 
     def _fill(self) -> None:
-        """Buckets that are full hand in their chunks; free threads take them up."""
+        """Full buckets submit their chunks, and free threads start them."""
         while self._buckets and (self._buckets[0][0] <= self._done_s + 1e-12 or not self._in_backward):
             self._queued.extend(self._buckets.popleft()[1])
         while self._queued and self._running < THREADS:
@@ -213,24 +194,24 @@ class _Rank:
             del self._handled[chunk]
         for chunk in [chunk for chunk, left in self._working.items() if left <= 1e-12]:
             del self._working[chunk]
-            if chunk.stage == len(chunk.course.sends):
+            if chunk.stage == len(chunk.trace.sends):
                 self._running -= 1
             else:
                 self._asking.add(chunk)
         self._issue()
 
     def _issue(self) -> None:
-        """Every collective whose turn it is on its lane."""
+        """Issue every collective whose turn it is on its lane."""
         for chunk in sorted(self._asking, key=lambda chunk: chunk.ticket):
             if self._turns[chunk.stage][0] is not chunk:
                 continue
             self._asking.remove(chunk)
             self._turns[chunk.stage].popleft()
-            send = chunk.course.sends[chunk.stage]
+            send = chunk.trace.sends[chunk.stage]
             waiting_s, sending_s = _cost_s(send, self._link)
             self._wire_free = max(self._wire_free, self._now) + sending_s
             chunk.stage += 1
-            self._handled[chunk] = _toll_s(send, self._toll)
+            self._handled[chunk] = _cpu_cost_s(send, self._cpu_cost)
             heapq.heappush(self._wires, (self._wire_free + waiting_s, chunk.ticket, chunk))
 
     def _end_wires(self) -> None:

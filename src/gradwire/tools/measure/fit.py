@@ -1,4 +1,4 @@
-"""Times over sizes -> latency and bandwidth: the line alpha + bytes / beta that fits measured times best."""
+"""fit(): latency and bandwidth from times over sizes, as the line alpha + bytes / beta that fits best."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from gradwire.errors import SpecError
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """One collective between so many ranks."""
+    """The time of a collective, as a function of the bytes that each rank sends."""
 
     alpha_s: float
-    """What even an empty one takes."""
+    """The time of an empty collective."""
     bytes_per_s: float
-    """Sent by each rank beyond that."""
+    """The rate at which each rank sends beyond that."""
     r_squared: float
-    """Goodness of the fit: 1 is a line, 0 no better than one time for all sizes."""
+    """Goodness of the fit: 1 if all points lie on the line, 0 if it is no better than one time for all sizes."""
 
     def seconds(self, sent_bytes: float) -> float:
-        """What a collective takes in which each rank sends so much."""
+        """The time of a collective in which each rank sends this much."""
         return self.alpha_s + sent_bytes / self.bytes_per_s
 
 
 def fit(sent_bytes: Sequence[float], times_s: Sequence[float]) -> Fit:
-    """Least squares, where a time of 2 s may be off by as much as two of 1 s: like a sum of many small delays.
+    """Fit by least squares, with weights under which the variance of a time grows in proportion to it.
 
-    So small messages tell the latency and large ones the bandwidth. The latency is never below 0, and more bytes never
-    take less time.
+    So small messages determine the latency and large ones the bandwidth. The latency is never negative, and more bytes
+    never take less time. SpecError for fewer than two sizes.
     """
     if len(sent_bytes) != len(times_s) or len(set(sent_bytes)) < 2 or not all(time > 0 for time in times_s):
         raise SpecError(f"a fit needs times above 0 for at least two sizes, got {times_s} s for {sent_bytes}")

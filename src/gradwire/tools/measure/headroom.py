@@ -1,6 +1,6 @@
-"""headroom(): what no hook can do better than. The step time with communication, and without any.
+"""headroom(): measures how much faster a training could be without communication, which no hook can exceed.
 
-`alternate.py` says how both are taken from one and the same training, which is not changed by it.
+`alternate.py` describes how steps with and without communication are timed in one training, without changing it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.errors import RegisterError, SpecError
-from gradwire.tools.launch import Plan, Script, ScriptFailed, follow
+from gradwire.tools.launch.launch import Report, follow
 from gradwire.tools.launch.link import Link
-from gradwire.tools.launch.plan import new_plan
+from gradwire.tools.launch.plan import RunPlan, new_plan
+from gradwire.tools.launch.script import Script
+from gradwire.tools.launch.supervise import RunFailed
 from gradwire.tools.measure.alternate import (
     ORDER,
     UNSEEN,
@@ -28,21 +30,21 @@ from gradwire.tools.measure.alternate import (
     alternating_hook,
     communicates,
 )
+from gradwire.tools.records.recommend import NETWORK_BOUND
 
 STEPS = 80
-BOUND = 0.10
-"""Less exposed communication than this part of a step, and the network is not what holds a run back."""
 MIN_ROUNDS, SURE_ROUNDS, FEW = 2, 4, 6
 EXTRA_STEPS = 2
-"""The built-in script takes so many more than are timed: a step ends when the next begins."""
+"""The built-in script trains this many more steps than are timed, because a step ends when the next one begins."""
 ONE_RANK = "there is no communication to measure; take --nproc 2 or more"
 
 _clocks: dict[str, Clock] = {}
+"""The clock of this process, by the folder of its plan."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Headroom:
-    """Step times, the slowest rank's each, from complete rounds of ORDER."""
+    """Step times of the slowest rank, from complete rounds of ORDER."""
 
     with_s: tuple[float, ...]
     """Steps with communication."""
@@ -50,59 +52,60 @@ class Headroom:
     """Steps without."""
     ranks: int
     link: str | None
-    """None: as it is."""
+    """The emulated link; None for the real one."""
     wanted_steps: int
-    """Of both kinds together."""
+    """The number of steps to time, of both kinds together."""
     backward: Backward = UNSEEN
-    """Of rank 0, the median one without communication."""
+    """The median backward pass without communication, on rank 0."""
 
     @property
     def exposed_s(self) -> float:
-        """How much longer communication makes a step: the median over the rounds."""
+        """How many seconds longer communication makes a step: the median over the rounds."""
         return statistics.median(self._differences())
 
     @property
     def exposed(self) -> float:
-        """The same as a part of the round's steps with communication."""
+        """The same as a part of a step with communication."""
         return statistics.median(self._parts())
 
     @property
     def exposed_between(self) -> tuple[float, float]:
-        """A 95% interval around it; of fewer than `FEW` rounds all that was seen, which is less sure."""
+        """A 95% interval of `exposed`; for fewer than `FEW` rounds the range of all values, which is less certain."""
         return median_interval(self._parts())
 
     @property
     def ceiling(self) -> float:
-        """How many times as fast the run would be with a hook that takes no time at all."""
+        """How many times as fast the training would be with a hook that takes no time at all."""
         return 1 / (1 - max(self.exposed, 0.0))
 
     @property
     def is_network_bound(self) -> bool:
-        """Whether there is something to gain."""
-        return self.exposed >= BOUND
+        """Whether a hook can pay."""
+        return self.exposed >= NETWORK_BOUND
 
     @property
     def is_certain(self) -> bool:
-        """Whether there are rounds enough, and the interval lies on one side of BOUND."""
+        """Whether there are enough rounds, and the interval lies on one side of NETWORK_BOUND."""
         low, high = self.exposed_between
-        return len(self.rounds()) >= SURE_ROUNDS and (low >= BOUND) == (high >= BOUND)
+        return len(self.rounds()) >= SURE_ROUNDS and (low >= NETWORK_BOUND) == (high >= NETWORK_BOUND)
 
     def verdict(self) -> str:
-        """In a sentence or two."""
+        """The result in one or two sentences."""
         if self.is_network_bound:
             text = (
-                f"Network-bound: communication takes {self.exposed:.0%} of a step, and a hook can make this run up to "
-                f"{self.ceiling:.2f}x as fast."
+                f"Network-bound: communication takes {self.exposed:.0%} of a step, and a hook can make this training "
+                f"up to {self.ceiling:.2f}x as fast."
             )
         else:
             text = (
-                f"Not network-bound: communication takes {max(self.exposed, 0):.0%} of a step, less than {BOUND:.0%}, "
-                f"so no hook can make this run more than {self.ceiling:.2f}x as fast. Leave it as it is."
+                f"Not network-bound: communication takes {max(self.exposed, 0):.0%} of a step, less than "
+                f"{NETWORK_BOUND:.0%}, so no hook can make this training more than {self.ceiling:.2f}x as "
+                "fast. Do not use one."
             )
         if self.is_certain:
             return text
         why = "vary too much" if len(self.rounds()) >= SURE_ROUNDS else "are too few"
-        return f"{text} The steps {why} to be sure: measure more of them with --steps {2 * self.wanted_steps}."
+        return f"{text} The steps {why} to be certain: measure more of them with --steps {2 * self.wanted_steps}."
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, for JSON."""
@@ -127,9 +130,9 @@ class Headroom:
         return [1 - without_s / with_s for with_s, without_s in self.rounds()]
 
     def rounds(self) -> list[tuple[float, float]]:
-        """The mean of the steps with communication, and of those without.
+        """For each round the mean of the steps with communication, and of those without.
 
-        If there are enough, of two rounds together, of which one is the other way round (`communicates`).
+        If there are enough, two rounds are taken together, one of which has the opposite order (`communicates`).
         """
         each = 4 if len(self.with_s) >= 4 * SURE_ROUNDS else 2
         starts = range(0, len(self.with_s) // each * each, each)
@@ -145,15 +148,28 @@ def headroom(
     nproc: int | None = None,
     torchrun: Sequence[str] = (),
     stop: bool = False,
-    report: Callable[[float, str], None] = lambda part, doing: None,
+    report: Report = lambda part, doing: None,
     tell: Callable[[Headroom], None] | None = None,
 ) -> Headroom | None:
-    """Time `steps` steps of a script, by default of the built-in GPT on 2 ranks, while it trains as ever.
+    """Time steps of a script with and without communication, without changing its training.
 
-    With `stop` the script is ended as soon as that is done. `nproc` and `torchrun` say how ranks are started; inside a
-    launcher the script runs in this process, and all ranks but the first return None. `report` is told the part done,
-    and `tell` the result as soon as there is one, whatever becomes of the script then; inside a launcher, at its end.
-    SpecError before anything starts for what cannot be measured, such as one rank.
+    Args:
+        script: What to run; by default the built-in GPT on 2 ranks.
+        steps: The number of steps to time, of both kinds together.
+        link: A link to emulate, such as `1gbit,latency=1ms`.
+        nproc: The number of ranks to start; see `launch.launch`.
+        torchrun: Options of torchrun; see `launch.launch`.
+        stop: End the script as soon as the steps are timed.
+        report: Called with the part that is done and what is being done.
+        tell: Called with the result as soon as there is one, even if the script fails afterwards. If a launcher has
+            started this process, it is called when the script has ended.
+
+    Returns:
+        The result; None on all ranks but the first if a launcher has started this process.
+
+    Raises:
+        SpecError: There is nothing to measure, as on one rank. Nothing has been started.
+        RunFailed: The script failed, or trained too few steps.
     """
     if steps < MIN_ROUNDS * len(ORDER):
         raise SpecError(f"steps must be at least {MIN_ROUNDS * len(ORDER)}, got {steps}")
@@ -161,46 +177,45 @@ def headroom(
         raise SpecError(f"nproc is 1: {ONE_RANK}")
     job = {"steps": steps, "link": None if link is None else str(Link.parse(link))}
     if script is None:
-        nproc = local_ranks(nproc)
-        script = Script(
-            "gradwire.tools.measure.builtin", (str(WARM_UP + steps + len(ORDER) + EXTRA_STEPS),), module=True
-        )
+        script, nproc = built_in(WARM_UP + steps + len(ORDER) + EXTRA_STEPS, nproc)
 
-    told: list[bool] = []
+    is_told = False
     with new_plan("headroom", "gradwire.tools.measure.headroom:timed", job) as plan:
 
         def enough() -> bool:
-            notes = plan.notes("times")
+            nonlocal is_told
+            notes = plan.read("times")
             done = len((_first(notes) or max(notes, key=_steps, default={"times": []}))["times"])
             report(min(done / steps, 1.0), f"step {done} of {steps}" if done else "warming up")
-            if tell is not None and not told and done >= steps:
-                told.append(True)
-                if (found := _result(plan)) is not None:
-                    tell(found)
+            if tell is not None and not is_told and done >= steps:
+                is_told = True
+                if (result := _result(plan)) is not None:
+                    tell(result)
             return stop and done >= steps
 
         try:
             follow(plan, script, nproc, torchrun, enough=enough)
-        except ScriptFailed:  # after the last timed step, perhaps: what is known is told all the same
+        except RunFailed:  # perhaps after the last timed step: then there is a result nevertheless
             enough()
             raise
         return _result(plan)
 
 
-def local_ranks(nproc: int | None) -> int | None:
-    """Of the built-in script: 2, unless a launcher has started this process as a rank already."""
-    return 2 if nproc is None and "RANK" not in os.environ else nproc
+def built_in(steps: int, nproc: int | None) -> tuple[Script, int | None]:
+    """The built-in GPT as a script, and its number of ranks: 2, unless a launcher has made this process a rank."""
+    script = Script("gradwire.tools.measure.builtin", (str(steps),), module=True)
+    return script, 2 if nproc is None and "RANK" not in os.environ else nproc
 
 
 def _has_nodes(torchrun: Sequence[str]) -> bool:
-    """Whether these options ask for several nodes. A range of nodes counts: the model's group will tell."""
+    """Whether these options ask for several nodes. A range of nodes may be one: the model's group decides later."""
     return any(option.startswith("--nnodes") for option in torchrun) and "--nnodes=1" not in torchrun
 
 
-def timed(model: DistributedDataParallel, plan: Plan) -> None:
-    """Time a model of the script, and leave a note after every round."""
+def timed(model: DistributedDataParallel, plan: RunPlan) -> None:
+    """Time a model of the script, and write a note after every round."""
     group, note = model.process_group, plan.new_note("times")
-    if group.size() == 1 and plan.folder not in _clocks:  # now, and not after all steps
+    if group.size() == 1 and plan.folder not in _clocks:  # fail now, not after all steps
         raise RegisterError(f"the model's process group has one rank: {ONE_RANK}")
 
     def publish(times: list[float], backward: Backward) -> None:
@@ -213,14 +228,14 @@ def timed(model: DistributedDataParallel, plan: Plan) -> None:
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Between which the median of what `values` are a sample of lies with 95%; all of them, if they are few."""
+    """A 95% interval of the median that `values` are a sample of; the range of all values if they are few."""
     ordered, count = sorted(values), len(values)
     skip = max(0, math.floor((count - 1.96 * math.sqrt(count)) / 2))
     return ordered[skip], ordered[count - 1 - skip]
 
 
 def _first(notes: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """Rank 0's, of the model that it has timed most steps of."""
+    """The note of rank 0 with the most steps."""
     return max((note for note in notes if note["rank"] == 0), key=_steps, default=None)
 
 
@@ -228,17 +243,17 @@ def _steps(note: dict[str, Any]) -> int:
     return len(note["times"])
 
 
-def _result(plan: Plan) -> Headroom | None:
-    notes = plan.notes("times")
+def _result(plan: RunPlan) -> Headroom | None:
+    notes = plan.read("times")
     if not notes:
-        raise ScriptFailed("the script ended, but it never built a torch.nn.parallel.DistributedDataParallel")
+        raise RunFailed("the script ended, but it never built a torch.nn.parallel.DistributedDataParallel")
     first = _first(notes)
-    if first is None:  # it runs elsewhere, and tells there
+    if first is None:  # rank 0 runs elsewhere, and has the result there
         return None
     times, ranks = first["times"], first["ranks"]
     if len(times) < MIN_ROUNDS * len(ORDER):
         need = WARM_UP + MIN_ROUNDS * len(ORDER) + 1
-        raise ScriptFailed(f"the script trained too few steps to say anything: let it train at least {need}")
+        raise RunFailed(f"the script trained too few steps for a result: let it train at least {need}")
     kinds = [communicates(at) for at in range(len(times))]
     return Headroom(
         with_s=tuple(time_s for time_s, kind in zip(times, kinds, strict=True) if kind),

@@ -1,8 +1,8 @@
-"""A load: a thread that computes as a backward pass does, and knows how much it has done.
+"""Load: a thread that computes as a backward pass does, and counts how much it has done.
 
-A collective that runs beside it takes more from it than the processor time of the collective alone: on a core that
-computes, each packet's work comes between, and caches are cold afterwards. Measured on one core, 660 kB each way at
-1 Gbit/s take 0.7 ms of processor time by themselves and 1.2 ms from a matrix product beside them.
+A collective that runs beside it costs more CPU time than the collective alone: on a core that computes, each packet
+interrupts the computation, and caches are cold afterwards. Measured on one core, 660 kB each way at 1 Gbit/s take 0.7
+ms of CPU time by themselves, and 1.2 ms from a matrix product beside them.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from contextlib import contextmanager
 import torch
 
 ROWS, WIDTH = 32, 1024
-"""Of a piece of work: a small batch times a matrix of 4 MB, half a millisecond."""
+"""The shape of a piece of work: a small batch times a matrix of 4 MB, which takes half a millisecond."""
 PIECES = 40
-"""That are timed alone."""
+"""The number of pieces that are timed alone."""
 
 
 class Load:
-    """Of one process: ranks that are threads of it share one."""
+    """The load of one process: ranks that are threads of it share one."""
 
-    def __init__(self) -> None:
+    def __init__(self, cpu_time: Callable[[], float] = time.process_time) -> None:
+        self._cpu_time = cpu_time
         self._lock = threading.Lock()
         self._users = self._pieces = 0
         self._thread: threading.Thread | None = None
@@ -32,27 +33,27 @@ class Load:
         self._piece_s = 0.0
 
     def calibrate(self) -> Load:
-        """Find out what a piece of work takes alone, while this process does nothing else."""
+        """Measure a piece of work alone, while this process does nothing else."""
         with self._lock:
             self._piece_s = self._alone_s()
         return self
 
     def taken_by(self, act: Callable[[], None], repeats: int) -> float:
-        """Processor seconds that are gone after so many times `act` and that the load has not made use of."""
+        """CPU seconds that `repeats` calls of `act` take in this process, beyond what the load has used."""
         with self._on():
-            began_s, pieces = time.process_time(), self._pieces
+            began_s, pieces = self._cpu_time(), self._pieces
             for _ in range(repeats):
                 act()
-            return time.process_time() - began_s - (self._pieces - pieces) * self._piece_s
+            return self._cpu_time() - began_s - (self._pieces - pieces) * self._piece_s
 
     def _alone_s(self) -> float:
-        """Processor seconds of a piece, all threads that work at it included."""
+        """CPU seconds of a piece, in all threads that work at it."""
         for _ in range(PIECES // 4):
             self._work()
-        began_s = time.process_time()
+        began_s = self._cpu_time()
         for _ in range(PIECES):
             self._work()
-        return (time.process_time() - began_s) / PIECES
+        return (self._cpu_time() - began_s) / PIECES
 
     def _work(self) -> None:
         torch.mm(self._batch, self._matrix, out=self._out)

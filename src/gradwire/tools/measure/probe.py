@@ -1,17 +1,19 @@
-"""probe(): measures what lies between the ranks, collective by collective, and how fast this machine encodes.
+"""probe(): measures the connection between the ranks, collective by collective, and the speed of the codecs.
 
-Collectives are timed in rows, as a single one may find a link with some burst to spare, or bytes that came before it
-asked. A line is fitted over the bytes of whole rows: see `fit.py`. Another one is fitted to the processor time that a
-rank spends on a collective, in all of its threads: that is what it takes from the backward pass.
+Collectives are timed in rows, because a single one may profit from a burst that the link allows, or from bytes that
+arrived early. A line is fitted over the bytes of whole rows: see `fit.py`. Another line is fitted to the CPU time that
+a rank spends on a collective in all of its threads, which it takes from the backward pass.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any, cast
@@ -29,29 +31,32 @@ from gradwire.engine.hook import Hook
 from gradwire.engine.lanes import GroupComm, Lanes
 from gradwire.engine.runner import LaneRunner, Runner
 from gradwire.errors import SpecError
+from gradwire.exchanges import Exact
 from gradwire.exchanges.base import Comm
-from gradwire.tools.launch.link import HOPS
+from gradwire.models.ddp import make_hook
+from gradwire.tools.launch.launch import Report, run_ranks
+from gradwire.tools.launch.link import HOPS, Link, emulate
 from gradwire.tools.measure.fit import Fit, fit
 from gradwire.tools.measure.load import Load
 
 REPEATS = 3
 LONG_S, LOADED_S = 0.3, 0.1
-"""A row that takes longer than this is not repeated, and no larger ones are tried; and for how long it is repeated
-under load."""
+"""A row that takes longer than LONG_S is not repeated, and no larger row is tried. Under load a row is repeated for
+LOADED_S."""
 VALUES = 1 << 20
 PAIR_TIMEOUT = timedelta(seconds=60)
-Report = Callable[[float, str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Collectives, one after the other."""
+    """A row of equal collectives."""
 
     message_bytes: int
-    """That each rank sends in one."""
+    """The bytes that each rank sends in one collective."""
     count: int
     in_turn: bool = False
-    """Each waits for the end of the one before, which tells the latency; otherwise they are handed in like chunks."""
+    """Each waits for the end of the one before, which shows the latency; otherwise all are submitted at once, as
+    chunks are."""
 
 
 ROWS = (Row(1 << 10, 16, True), Row(1 << 13, 16, True), Row(1 << 18, 4), Row(3 << 18, 5), Row(3 << 18, 11))
@@ -60,37 +65,37 @@ LONG_ROWS = (Row(3 << 17, 4, True), Row(3 << 18, 4, True), Row(1 << 20, 4), Row(
 GATHER_ROWS = (*ROWS[:3], Row(3 << 17, 5), Row(3 << 17, 11))
 LARGE_ROWS = (Row(1 << 19, 4, True), Row(1 << 20, 4), Row(1 << 21, 3))
 BETWEEN_TWO = {"all_reduce": LONG_ROWS, SHORT_SUM: SHORT_ROWS, "all_gather": GATHER_ROWS, LONG_GATHER: LARGE_ROWS}
-"""Between two ranks some go two ways (`gloo.way`): a line through both would be right for neither."""
+"""Between two ranks some collectives have two algorithms (`gloo.way`), and one line would fit neither."""
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Of a codec on one core."""
+    """The speed of a codec on one core."""
 
     encode_ns: float
-    """A value."""
+    """Per value."""
     decode_ns: float
-    """A value, added to a sum."""
+    """Per value, added to a sum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """What was found; the same on all ranks but for `speeds`."""
+    """The result; the same on all ranks except for `speeds`."""
 
     size: int
     fits: Mapping[str, Fit]
     """By collective, and between two ranks by `gloo.way`."""
-    toll: Mapping[str, Fit]
-    """Of the same: processor time that is gone for a rank that computes meanwhile, on average over the ranks."""
+    cpu_cost: Mapping[str, Fit]
+    """For the same keys: the CPU time that a rank loses that computes meanwhile, as a mean over the ranks."""
     speeds: Mapping[str, Speed]
     """By codec, on this rank."""
     hosts: tuple[str, ...]
     """By rank."""
     pairs: Mapping[str, Fit] = field(default_factory=dict)
-    """`"0-1"`: an all-gather between these two alone. Measured where ranks sit on several hosts."""
+    """`"0-1"`: an all-gather between these two ranks alone. Measured if the ranks are on several hosts."""
 
     def cost_s(self, collective: str, size: int, sent_bytes: float) -> tuple[float, float]:
-        """For `predict`: latency, on another number of ranks in proportion to the hops, and sending."""
+        """For `predict`: latency, which is proportional to the hops on another number of ranks, and sending."""
         found = self.fits.get(way(collective, size, sent_bytes)) or self.fits[collective]
         hops = HOPS[collective]
         return found.alpha_s * hops(size) / hops(self.size), sent_bytes / found.bytes_per_s
@@ -101,17 +106,17 @@ class Probe:
 
 
 def probe(hook: Hook, *, pairs: bool | None = None, report: Report = lambda part, doing: None) -> Probe:
-    """Measure over the lanes of a hook: all ranks together, between steps. Takes a few seconds.
+    """Measure over the lanes of a hook. All ranks call it together, between steps. It takes a few seconds.
 
-    `pairs`: each pair of ranks by itself as well; by default where the ranks sit on several hosts. That needs the
-    default process group, with the same ranks.
+    `pairs`: measure each pair of ranks by itself as well, which needs the default process group with the same ranks. By
+    default that is done if the ranks are on several hosts.
     """
     if hook.size == 1:
         raise SpecError("probe: there is nothing to measure between 1 rank; start at least 2")
-    fits, toll, load = {}, {}, _load().calibrate()
+    fits, cpu_cost, load = {}, {}, _load().calibrate()
     for index, collective in enumerate({**HOPS, **BETWEEN_TWO} if hook.size == 2 else HOPS):
         report(index / 7, f"timing {collective}")
-        fits[collective], toll[collective] = measure(hook.runner, load, collective, hook.size)
+        fits[collective], cpu_cost[collective] = measure(hook.runner, load, collective, hook.size)
     hosts: list[str] = []
     hook.run(lambda comm: hosts.extend(gather_texts(comm, socket.gethostname(), hook.device)))
     report(5 / 7, "timing codecs")
@@ -119,7 +124,7 @@ def probe(hook: Hook, *, pairs: bool | None = None, report: Report = lambda part
     report(6 / 7, "timing pairs of ranks")
     wanted = len(set(hosts)) > 1 if pairs is None else pairs
     found = _measure_pairs(hook) if wanted else {}
-    return Probe(size=hook.size, fits=fits, toll=toll, speeds=speeds, hosts=tuple(hosts), pairs=found)
+    return Probe(size=hook.size, fits=fits, cpu_cost=cpu_cost, speeds=speeds, hosts=tuple(hosts), pairs=found)
 
 
 @functools.cache
@@ -131,7 +136,7 @@ def _load() -> Load:
 
 
 def measure(runner: Runner, load: Load, collective: str, size: int) -> tuple[Fit, Fit]:
-    """Time of a collective over sizes, and what it takes from a rank's processor; the same on all ranks."""
+    """The time of a collective over sizes, and its CPU time; the same on all ranks."""
     times, busy = {}, {}
     for row in BETWEEN_TWO.get(collective, ROWS) if size == 2 else ROWS:
         jobs = [_Job(collective, size, row.message_bytes) for _ in range(row.count)]
@@ -149,17 +154,14 @@ def measure(runner: Runner, load: Load, collective: str, size: int) -> tuple[Fit
 
 
 def _row_s(runner: Runner, load: Load, jobs: Sequence[_Job], *, in_turn: bool) -> tuple[float, float]:
-    """Seconds, the median of some repeats; and processor seconds, under load if they are more there than without.
-
-    Both on average over the ranks.
-    """
+    """Seconds, the median of some repeats; and CPU seconds, under load if that is more; both are means over ranks."""
 
     def act() -> None:
         for part in [[job] for job in jobs] if in_turn else [jobs]:
             runner.submit(part, torch.empty(0), lambda *_: None).wait()
 
     first = _averages(runner, [_clocked(act)])
-    if first[0, 0] > LONG_S:  # on such a link times differ little, and the processor has time
+    if first[0, 0] > LONG_S:  # on such a slow link times differ little, and the CPU is mostly idle
         return first[0, 0].item(), first[0, 1].item()
     others = _averages(runner, [_clocked(act) for _ in range(REPEATS - 1)])
     time_s, busy_s = torch.cat([first, others]).median(0).values.tolist()
@@ -171,21 +173,21 @@ def _row_s(runner: Runner, load: Load, jobs: Sequence[_Job], *, in_turn: bool) -
 
 
 def _averages(runner: Runner, values: Sequence[Sequence[float]]) -> Tensor:
-    """Over the ranks, the same on all."""
+    """The mean over the ranks, the same on all of them."""
     mine, everybody = torch.tensor(values, dtype=torch.float64), list[Tensor]()
     runner.run(lambda comm: everybody.append(comm.all_gather(mine.view(-1)).clone()))
     return everybody[0].mean(0).view(mine.shape)
 
 
 def _clocked(act: Callable[[], None]) -> tuple[float, float]:
-    """Seconds, and processor seconds of all threads of this process."""
+    """Seconds, and CPU seconds of all threads of this process."""
     began, busy = time.perf_counter(), time.process_time()
     act()
     return time.perf_counter() - began, time.process_time() - busy
 
 
 class _Job:
-    """A collective on a tensor of its own, of which each rank sends about so much."""
+    """A collective on a tensor of its own, in which each rank sends about `sent_bytes`."""
 
     def __init__(self, collective: str, size: int, sent_bytes: int) -> None:
         collective = collective.removeprefix("small_").removeprefix("large_")
@@ -199,7 +201,7 @@ class _Job:
 
 
 def _message(collective: str, size: int, sent_bytes: int) -> Tensor:
-    """A tensor of which each rank sends about so much."""
+    """A tensor of which each rank sends about `sent_bytes`."""
     if collective == "all_reduce":
         return torch.zeros(max(1, sent_bytes * size // (8 * (size - 1))))
     row = torch.zeros(max(1, sent_bytes // (size - 1)), dtype=torch.uint8)
@@ -207,7 +209,7 @@ def _message(collective: str, size: int, sent_bytes: int) -> Tensor:
 
 
 def _measure_pairs(hook: Hook) -> dict[str, Fit]:
-    """Each pair on a lane of its own. Pairs without a rank in common may run at the same time."""
+    """Each pair has a lane of its own. Pairs without a rank in common may run at the same time."""
     store, mine = store_of(dist.group.WORLD), torch.zeros(hook.size, hook.size, 3)  # type: ignore[arg-type]
     names: list[str] = []
     hook.run(lambda comm: names.extend(gather_texts(comm, str(time.time_ns()), hook.device)))
@@ -218,7 +220,8 @@ def _measure_pairs(hook: Hook) -> dict[str, Fit]:
             runner.open(1)
             found, _ = measure(runner, _load(), "all_gather", 2)
             runner.close()
-            mine[a, b] = torch.tensor([found.alpha_s, found.bytes_per_s, found.r_squared]) / 2  # two ranks say so
+            # Both ranks of the pair add their half of its values.
+            mine[a, b] = torch.tensor([found.alpha_s, found.bytes_per_s, found.r_squared]) / 2
     hook.run(lambda comm: _sum_(comm, mine))
     pairs = itertools.combinations(range(hook.size), 2)
     return {f"{a}-{b}": Fit(*mine[a, b].tolist()) for a, b in pairs}
@@ -232,7 +235,7 @@ def _sum_(comm: Comm, values: Tensor) -> None:
 
 
 def codec_speed(codec: Codec, numel: int = VALUES) -> Speed:
-    """The best of several runs, as anything slower was somebody else's work."""
+    """The best of several runs: other processes can only make a run slower."""
     kernels.load()
     values = torch.randn(numel, generator=torch.Generator().manual_seed(0))
     total, wire = torch.zeros(numel), codec.encode(values)
@@ -249,3 +252,40 @@ def _best_s(act: Callable[[], object]) -> float:
         act()
         times.append(time.perf_counter() - began)
     return min(times)
+
+
+# -- ranks -------------------------------------------------------------------------------------------------------------
+
+
+def probe_local(nproc: int, *, link: str | None = None, pairs: bool | None = None, report: Report) -> dict[str, Any]:
+    """`Probe.as_dict()` of rank 0 of `nproc` local processes, on an emulated link if one is given."""
+    if nproc == 1:
+        raise SpecError("nproc must be at least 2, as one rank has nothing to exchange; got 1")
+    job = {"link": None if link is None else str(Link.parse(link)), "pairs": pairs}
+    found: dict[str, Any] = run_ranks("gradwire.tools.measure.probe:run", nproc, job, report=report)[0]
+    return found
+
+
+def probe_launched(*, link: str | None, pairs: bool | None, report: Report) -> dict[str, Any] | None:
+    """The same between the ranks that torchrun has started, of which this is one; None on all but rank 0."""
+    dist.init_process_group("gloo")
+    try:
+        found = run(dist.get_rank(), dist.get_world_size(), {"link": link, "pairs": pairs}, report)
+        dist.barrier()
+        return found if dist.get_rank() == 0 else None
+    finally:
+        dist.destroy_process_group()
+
+
+def is_launched() -> bool:
+    """Whether torchrun or a similar launcher has started this process."""
+    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+
+
+def run(rank: int, size: int, job: Mapping[str, Any], report: Report) -> dict[str, Any]:
+    """Probe on one rank of the default process group."""
+    with emulate(job["link"]) if job["link"] else nullcontext():
+        hook = make_hook(Exact(), dist.group.WORLD, torch.device("cpu"))  # type: ignore[arg-type]
+    found: Probe = probe(hook, pairs=job["pairs"], report=report)
+    hook.close()
+    return found.as_dict()

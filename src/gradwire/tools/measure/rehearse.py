@@ -1,8 +1,8 @@
-"""A rehearsal: a real hook averages buckets of the model's shapes with nobody on the other side.
+"""rehearse(): a real hook averages buckets of the model's shapes without any other rank.
 
-What comes out is each chunk's course: so much work, then a collective of so many bytes, then work again. The hook, its
-exchange and its codecs are those that train, so bytes are exact for every exchange there is or will be, and the work
-is measured with everything that belongs to it: feedback, exempt tensors, low-rank products, calls from Python.
+The result is the trace of each chunk: work, then a collective of so many bytes, then work again. The hook, its exchange
+and its codecs are the ones that train, so the bytes are exact for every exchange, and the measured work includes
+everything: feedback, exempt tensors, low-rank products, calls from Python.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from gradwire.exchanges.base import Levels
 from gradwire.exchanges.bucket import Bucket, Segment
 from gradwire.kernels.memory import Scratch
 
-Layout = tuple[Segment, ...]
+BucketLayout = tuple[Segment, ...]
 """The tensors of one bucket, as in `Hook.layouts`."""
 STEPS = 3
 COLD_BYTES = 64 << 20
-"""Gone through before every bucket: in training the backward pass lies in between, and caches hold nothing of it."""
+"""Read before every bucket to empty the caches, as the backward pass does between buckets in training."""
 MOST_BYTES = 4 << 30
-"""More than this in one collective is no set-up that anybody could run."""
+"""No real set-up receives more than this in one collective."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +42,12 @@ class Send:
     work_s: float
     collective: str
     size: int
-    """Ranks that take part; 1 if it stays inside a node (`two_level`), which is taken to cost nothing."""
+    """The ranks that take part; 1 if it stays inside a node (`two_level`), which is assumed to cost nothing."""
     sent_bytes: float
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
+class Trace:
     """What one chunk does: its collectives in order, and the work after the last one."""
 
     sends: tuple[Send, ...]
@@ -55,39 +55,45 @@ class Course:
 
     @property
     def sent_bytes(self) -> float:
-        """By one rank."""
+        """The bytes that one rank sends."""
         return sum(send.sent_bytes for send in self.sends)
 
 
 def rehearse(
     exchange: Exchange,
-    layouts: Iterable[Layout],
+    layouts: Iterable[BucketLayout],
     size: int,
     *,
     steps: int = STEPS,
     at_step: int = 0,
     chunk_bytes: int | None = None,
-) -> list[list[Course]]:
-    """The courses of every bucket's chunks on `size` ranks, as rank 0 would see them.
+) -> list[list[Trace]]:
+    """The traces of every bucket's chunks on `size` ranks, as rank 0 would see them.
 
-    Takes the time of averaging each bucket `steps` times; buckets that look the same are rehearsed once. `at_step` is
-    the number of steps before, for exchanges that change over time. The result is for this machine and this thread's
-    share of it.
+    Each bucket is averaged `steps` times; buckets with the same layout are rehearsed once. `at_step` is the number of
+    steps before, for exchanges that change over time. The times are those of this machine with the threads that torch
+    uses now.
     """
-    known: dict[object, list[Course]] = {}
-    courses = []
+    known: dict[object, list[Trace]] = {}
+    traces = []
     other = torch.zeros(COLD_BYTES, dtype=torch.uint8).view(torch.float32)
     for layout in layouts:
         key = tuple((part.name, tuple(part.param.shape), part.param.dtype, part.start, part.numel) for part in layout)
         if key not in known:
             known[key] = _rehearse_bucket(exchange, layout, size, steps, at_step, chunk_bytes, other)
-        courses.append(known[key])
-    return courses
+        traces.append(known[key])
+    return traces
 
 
 def _rehearse_bucket(
-    exchange: Exchange, layout: Layout, size: int, steps: int, at_step: int, chunk_bytes: int | None, other: Tensor
-) -> list[Course]:
+    exchange: Exchange,
+    layout: BucketLayout,
+    size: int,
+    steps: int,
+    at_step: int,
+    chunk_bytes: int | None,
+    other: Tensor,
+) -> list[Trace]:
     runner = _DryRunner(size)
     hook = Hook(exchange, runner, rank=0, size=size, device=torch.device("cpu"), chunk_bytes=chunk_bytes)
     hook.load_state_dict({**hook.state_dict(), "step": at_step})
@@ -96,27 +102,27 @@ def _rehearse_bucket(
     for _ in range(steps):
         bucket = Bucket(0, values.clone(), layout, is_last=True)
         other.add_(1)
-        runner.courses = []
+        runner.traces = []
         hook.begin(bucket)
         hook.mean(bucket).wait()
-        taken.append(runner.courses)
+        taken.append(runner.traces)
     hook.close()
-    alike = [courses for courses in taken if _shape(courses) == _shape(taken[-1])]
+    alike = [traces for traces in taken if _shape(traces) == _shape(taken[-1])]
     return [_typical(same) for same in zip(*alike, strict=True)]
 
 
-def _values(layout: Layout) -> Tensor:
+def _values(layout: BucketLayout) -> Tensor:
     dtype = layout[0].param.dtype.to_real()
     numel = sum(part.numel for part in layout)
     return torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(dtype)
 
 
-def _shape(courses: Sequence[Course]) -> list[list[str]]:
-    return [[send.collective for send in course.sends] for course in courses]
+def _shape(traces: Sequence[Trace]) -> list[list[str]]:
+    return [[send.collective for send in trace.sends] for trace in traces]
 
 
-def _typical(same: Sequence[Course]) -> Course:
-    """The median work of all steps: the first touches new memory; bytes on average."""
+def _typical(same: Sequence[Trace]) -> Trace:
+    """The median work over the steps, as the first one touches new memory, and the mean bytes."""
     sends = [
         Send(
             statistics.median(send.work_s for send in column),
@@ -124,17 +130,17 @@ def _typical(same: Sequence[Course]) -> Course:
             column[0].size,
             sum(send.sent_bytes for send in column) / len(column),
         )
-        for column in zip(*(course.sends for course in same), strict=True)
+        for column in zip(*(trace.sends for trace in same), strict=True)
     ]
-    return Course(tuple(sends), statistics.median(course.work_s for course in same))
+    return Trace(tuple(sends), statistics.median(trace.work_s for trace in same))
 
 
 class _DryRunner:
-    """Runs jobs at once, alone, and writes their courses down."""
+    """Runs jobs immediately, without other ranks, and records their traces."""
 
     def __init__(self, size: int) -> None:
         self.meter = Meter()
-        self.courses: list[Course] = []
+        self.traces: list[Trace] = []
         self._size = size
         self._levels: Levels | None = None
         self._scratch = Scratch()
@@ -143,7 +149,7 @@ class _DryRunner:
         """No lanes are needed."""
 
     def split(self, levels: Levels | None) -> None:
-        """Nor are groups, but jobs look for their levels."""
+        """No groups are needed, but jobs ask for their levels."""
         self._levels = levels
 
     def submit(
@@ -155,7 +161,7 @@ class _DryRunner:
             comm = _DryComm(self._size, log, self._levels)
             with self._scratch.job():
                 job(comm)
-            self.courses.append(log.course())
+            self.traces.append(log.trace())
             if counted:
                 self.meter.add(comm.traffic, began, time.perf_counter())
         if after is not None:
@@ -165,35 +171,35 @@ class _DryRunner:
         return future
 
     def run(self, job: Job) -> None:
-        """Everybody would say the same, so one rank's word is enough."""
+        """All ranks would send the same, so one rank is enough."""
         job(_DryComm(1, _Log()))
 
     def close(self) -> None:
-        """Nothing is open."""
+        """There is nothing to close."""
 
 
 class _Log:
-    """What one chunk did."""
+    """Records what one chunk does."""
 
     def __init__(self) -> None:
         self._sends: list[Send] = []
         self.resume()
 
     def resume(self) -> None:
-        """Work goes on."""
+        """Work continues."""
         self._since = time.perf_counter()
 
     def add(self, collective: str, size: int, sent_bytes: float) -> None:
-        """A collective; work stops."""
+        """A collective begins, and work stops."""
         self._sends.append(Send(time.perf_counter() - self._since, collective, size, sent_bytes))
 
-    def course(self) -> Course:
-        """All of it."""
-        return Course(tuple(self._sends), time.perf_counter() - self._since)
+    def trace(self) -> Trace:
+        """The whole trace."""
+        return Trace(tuple(self._sends), time.perf_counter() - self._since)
 
 
 class _DryComm(GroupComm):
-    """Counts as the real one does; what comes back is what a neighbour could have sent."""
+    """Counts bytes as the real one does; it receives what another rank could have sent."""
 
     def __init__(self, size: int, log: _Log, levels: Levels | None = None, *, inside: bool = False) -> None:
         super().__init__(0, size, lambda lane, issue: (0.0, 0.0))
@@ -204,19 +210,19 @@ class _DryComm(GroupComm):
                 part.traffic = self.traffic
 
     def rows(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Refuses what would not fit in memory."""
+        """SpecError for what does not fit in memory."""
         _check_fits(self.size * numel * dtype.itemsize, self.size)
         return super().rows(numel, dtype, device)
 
     def _collect(self, name: str, issue: Callable[[Any], Any], moved_bytes: float) -> None:
         self._log.add(name, 1 if self._inside else self.size, moved_bytes)
         super()._collect(name, issue, moved_bytes)
-        issue(_Echo(self.size))
+        issue(_Mirror(self.size))
         self._log.resume()
 
 
-class _Echo:
-    """In place of a process group: every other rank sends what this one does."""
+class _Mirror:
+    """Stands in for a process group in which every other rank sends what this one does."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -232,7 +238,7 @@ class _Echo:
         rows[1:].copy_(own.expand(self._size - 1, -1))
 
     def all_to_all(self, out: Tensor, tensor: Tensor) -> None:
-        """Not row 0: exchanges need not fill what they would send to themselves."""
+        """Repeat the last row: exchanges need not fill row 0, which they would send to themselves."""
         out.copy_(tensor[-1:].expand_as(tensor))
 
 

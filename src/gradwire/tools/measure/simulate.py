@@ -1,32 +1,36 @@
-"""simulate(): step times of hooks on more ranks, and on other links, than there are here, by the cost model.
+"""simulate(): predicts step times of hooks on more ranks, and on other links, than this machine has.
 
-The model that is averaged is made of equal transformer blocks, a bucket each. A third of the compute is forward, the
-rest backward, in which the blocks' buckets get ready at even distances. Chunks are rehearsed on one core of this
-machine at the very number of ranks, so all that a hook does there is in its time.
+The averaged model consists of equal transformer blocks, one bucket each. A third of the compute is forward and the rest
+is backward, in which the buckets get ready at equal distances. Chunks are rehearsed on one core of this machine for
+exactly that number of ranks, so the times include everything that a hook does there.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from gradwire.errors import SpecError
-from gradwire.exchanges import Exact, Exchange, exchange
+from gradwire.exchanges import Exact, Exchange, TwoLevel, exchange
 from gradwire.exchanges.bucket import segments_of
+from gradwire.testing import Rank, thread_ranks
+from gradwire.tools.launch.launch import Report
 from gradwire.tools.launch.link import Link
-from gradwire.tools.measure.advise import worth_most
-from gradwire.tools.measure.cost import Compute, Prediction, predict_step
-from gradwire.tools.measure.noise import noise_error
-from gradwire.tools.measure.rehearse import Course, Layout, rehearse
+from gradwire.tools.measure.compute import Compute
+from gradwire.tools.measure.cost import Prediction, predict_step
+from gradwire.tools.measure.rehearse import BucketLayout, Trace, rehearse
+from gradwire.tools.records.recommend import BASELINE, Option, recommend
 
 MAX_RANKS = 4096
-Report = Callable[[float, str], None]
+NOISE_RANKS = 4
+NOISE_SHAPES = ((512, 512), (512,))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,9 +43,9 @@ class Scene:
     """A step without communication."""
     params: int = 124_000_000
     cores: float = 1.0
-    """Of each rank; with 1, encoding takes its time from the backward pass."""
+    """The cores of each rank; with 1, encoding takes its time from the backward pass."""
     codec_speed: float = 1.0
-    """Times as fast as a core of this machine."""
+    """How many times as fast a core is as one of this machine."""
 
     def __post_init__(self) -> None:
         if not self.ranks or not all(2 <= count <= MAX_RANKS for count in self.ranks):
@@ -56,30 +60,30 @@ class Scene:
 
 
 @dataclass(frozen=True, slots=True)
-class Outlook:
-    """One hook on every link and number of ranks."""
+class Forecast:
+    """The predictions for one hook on every link and number of ranks."""
 
     hook: str
     averages: bool
-    """Without, it is no more than the limit of what any hook can gain."""
+    """A hook that does not average only shows the limit of what any hook can gain."""
     error: float
-    """Of the mean, relative to the mean, on random values (`noise_error`)."""
+    """Error of the mean, relative to the mean, on random values (`noise_error`)."""
     predictions: tuple[tuple[Prediction, ...], ...]
-    """A row for each of `Scene.links`, in the order of `Scene.ranks`."""
+    """One row for each of `Scene.links`, in the order of `Scene.ranks`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pick:
-    """The hook to use on one link and number of ranks; `exact`: do not compress."""
+    """The hook to use on one link and number of ranks; `exact` means not to compress."""
 
     hook: str
     step_s: float
     speed_up: float
-    """Over `exact`."""
+    """Relative to `exact`."""
 
 
-def simulate(hooks: Sequence[str], scene: Scene, *, report: Report = lambda part, doing: None) -> list[Outlook]:
-    """Predict every hook, in the order given. `exact`, which the others are compared with, comes first if not named."""
+def simulate(hooks: Sequence[str], scene: Scene, *, report: Report = lambda part, doing: None) -> list[Forecast]:
+    """Predict every hook, in the given order. `exact`, the baseline, comes first if it is not among them."""
     named = list(dict.fromkeys(exchange(hook) for hook in hooks))
     exchanges = named if Exact() in named else [Exact(), *named]
     layouts, found = blocks(scene.params), []
@@ -89,31 +93,31 @@ def simulate(hooks: Sequence[str], scene: Scene, *, report: Report = lambda part
             for at, size in enumerate(scene.ranks):
                 report((index + at / len(scene.ranks)) / len(exchanges), f"{each} on {size} ranks")
                 columns.append(_predict(each, layouts, size, scene))
-            found.append(Outlook(str(each), each.lanes > 0, noise_error(each), tuple(zip(*columns, strict=True))))
+            found.append(Forecast(str(each), each.lanes > 0, noise_error(each), tuple(zip(*columns, strict=True))))
     return found
 
 
-def picks(outlooks: Sequence[Outlook], scene: Scene, max_error: float = math.inf) -> list[list[Pick]]:
-    """By link and number of ranks, as `advise` picks among the hooks with at most this error."""
-    fit = [each for each in outlooks if each.hook == "exact" or (each.averages and each.error <= max_error)]
-    places = [[(row, at) for at in range(len(scene.ranks))] for row in range(len(scene.links))]
-    return [[_pick(fit, row, at) for row, at in line] for line in places]
+def picks(forecasts: Sequence[Forecast], scene: Scene, max_error: float = math.inf) -> list[list[Pick]]:
+    """The recommended hooks with at most this error, by link and number of ranks."""
+    fit = [each for each in forecasts if each.hook == BASELINE or (each.averages and each.error <= max_error)]
+    return [[_pick(fit, row, at) for at in range(len(scene.ranks))] for row in range(len(scene.links))]
 
 
-def _pick(fit: Sequence[Outlook], row: int, at: int) -> Pick:
-    times_s = {outlook.hook: outlook.predictions[row][at].step_s for outlook in fit}
-    hook = worth_most(times_s, {outlook.hook: outlook.error for outlook in fit})
-    return Pick(hook, times_s[hook], times_s["exact"] / times_s[hook])
+def _pick(fit: Sequence[Forecast], row: int, at: int) -> Pick:
+    times_s = {forecast.hook: forecast.predictions[row][at].step_s for forecast in fit}
+    hook = recommend([Option(hook=each.hook, step_s=times_s[each.hook], error=each.error) for each in fit]).hook
+    step_s = times_s[hook or BASELINE]
+    return Pick(hook or BASELINE, step_s, times_s[BASELINE] / step_s)
 
 
-def as_dict(outlooks: Sequence[Outlook], scene: Scene, limits: Sequence[float]) -> dict[str, Any]:
-    """Plain values, for JSON; a limit without end is None there."""
-    told = [
+def as_dict(forecasts: Sequence[Forecast], scene: Scene, limits: Sequence[float]) -> dict[str, Any]:
+    """Plain values for JSON; no limit is None there."""
+    picked = [
         {
             "max_error": limit if math.isfinite(limit) else None,
             "cells": [
                 {"link": str(link), "ranks": ranks, **dataclasses.asdict(pick)}
-                for link, row in zip(scene.links, picks(outlooks, scene, limit), strict=True)
+                for link, row in zip(scene.links, picks(forecasts, scene, limit), strict=True)
                 for ranks, pick in zip(scene.ranks, row, strict=True)
             ],
         }
@@ -121,13 +125,13 @@ def as_dict(outlooks: Sequence[Outlook], scene: Scene, limits: Sequence[float]) 
     ]
     return {
         "scene": {**dataclasses.asdict(scene), "links": [str(link) for link in scene.links]},
-        "hooks": [dataclasses.asdict(outlook) for outlook in outlooks],
-        "picks": told,
+        "hooks": [dataclasses.asdict(forecast) for forecast in forecasts],
+        "picks": picked,
     }
 
 
-def blocks(params: int) -> list[Layout]:
-    """Buckets of a transformer with about so many parameters, as wide as one of that size is. They take no memory."""
+def blocks(params: int) -> list[BucketLayout]:
+    """The buckets of a transformer with about this many parameters and the usual width. They take no memory."""
     width = 64 * max(1, round(12 * (params / 124e6) ** (1 / 3)))
     shapes = {
         "norm1": (2, width),
@@ -143,32 +147,57 @@ def blocks(params: int) -> list[Layout]:
     return [segments_of(tensors, list(shapes))] * count
 
 
-def _predict(each: Exchange, layouts: Sequence[Layout], size: int, scene: Scene) -> list[Prediction]:
-    """On every link: it is rehearsed once."""
-    courses = faster(rehearse(each, layouts, size), scene.codec_speed)
+def _predict(each: Exchange, layouts: Sequence[BucketLayout], size: int, scene: Scene) -> list[Prediction]:
+    """Predictions for every link from one rehearsal."""
+    traces = faster(rehearse(each, layouts, size), scene.codec_speed)
     backward_s = scene.compute_s * 2 / 3
     ready_s = tuple(backward_s * (index + 1) / len(layouts) for index in range(len(layouts)))
     forward_s = scene.compute_s - backward_s
     compute = Compute(forward_s=forward_s, ready_s=ready_s, backward_s=backward_s, cores=scene.cores)
-    return [predict_step(courses, link, compute) for link in scene.links]
+    return [predict_step(traces, link, compute) for link in scene.links]
 
 
-def faster(buckets: Sequence[Sequence[Course]], times: float) -> list[list[Course]]:
-    """Courses on a core that is so many times as fast as the one they were rehearsed on."""
-    return [[_faster(course, times) for course in courses] for courses in buckets]
+def faster(buckets: Sequence[Sequence[Trace]], times: float) -> list[list[Trace]]:
+    """The traces on a core that is `times` as fast."""
+    return [[_faster(trace, times) for trace in traces] for traces in buckets]
 
 
-def _faster(course: Course, times: float) -> Course:
-    sends = tuple(dataclasses.replace(send, work_s=send.work_s / times) for send in course.sends)
-    return Course(sends, course.work_s / times)
+def _faster(trace: Trace, times: float) -> Trace:
+    sends = tuple(dataclasses.replace(send, work_s=send.work_s / times) for send in trace.sends)
+    return Trace(sends, trace.work_s / times)
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Torch computes with one thread meanwhile."""
+    """Let torch compute with one thread."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def noise_error(exchange: Exchange) -> float:
+    """Error of the mean, relative to the mean, of one step on 4 ranks with independent normal values.
+
+    Gradients of different ranks are alike, and have a structure that low rank and top-k use: their error is smaller.
+    """
+    if isinstance(exchange, TwoLevel):
+        exchange = cast(Exchange, dataclasses.replace(exchange, node=NOISE_RANKS // 2))
+    mean = torch.stack([_flat(_gradients(rank)) for rank in range(NOISE_RANKS)]).mean(0)
+
+    def run(rank: Rank) -> Tensor:
+        return rank.mean(exchange, _gradients(rank.rank)).flat.double()
+
+    lost = thread_ranks(NOISE_RANKS, run)[0] - mean
+    return float(lost.norm() / mean.norm())
+
+
+def _gradients(rank: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(shape, generator=generator) for shape in NOISE_SHAPES]
+
+
+def _flat(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([tensor.view(-1) for tensor in tensors]).double()

@@ -1,8 +1,8 @@
-"""Survey: what each hook would cost and lose on a model, found while a script trains it.
+"""Survey: measures every hook on a model while a script trains it.
 
-A pilot like `auto`'s, that looks at every hook there is: the error of each on the model's own gradients; the step time
-of each as the cost model predicts it, from the model's buckets, the link, and the compute without communication; and
-the step time of the most promising ones as it is.
+It is a pilot like that of `auto`, but it looks at every hook: at the error of each on the model's own gradients, at the
+step time that the cost model predicts from the model's buckets, the link and the compute without communication, and at
+the measured step time of the most promising ones.
 """
 
 from __future__ import annotations
@@ -22,23 +22,24 @@ from gradwire.engine.hook import Hook
 from gradwire.engine.stats import Stats
 from gradwire.exchanges import exchange
 from gradwire.tools.launch.link import Link
-from gradwire.tools.measure.cost import Compute, Prediction, Wire, predict_step
+from gradwire.tools.measure.compute import Compute
+from gradwire.tools.measure.cost import Prediction, Wire, predict_step
 from gradwire.tools.measure.probe import probe
-from gradwire.tools.measure.rehearse import Layout, rehearse
+from gradwire.tools.measure.rehearse import BucketLayout, rehearse
 
 MEASURED = 4
-"""So many of the most promising hooks are measured, besides `exact` and `bf16`."""
+"""The number of most promising hooks that are measured, besides `exact` and `bf16`."""
 ALWAYS = ("exact", "bf16")
 ROUNDS = 4
 TYPICAL_STEPS = WARM_STEPS + 2 + (MEASURED + len(ALWAYS)) * (ROUNDS * TURN_STEPS + 1)
 MOST_STEPS = 2 * TYPICAL_STEPS
-"""With hooks that have feedback, after which a step does not count."""
+"""With feedback: the step after a hook with feedback does not count."""
 UNKNOWN: Mapping[str, Any] = {"forward_s": 0.0, "backward_s": 0.0, "came_s": {}, "cores": 1.0, "threads": 1}
-"""On ranks whose prediction does not count."""
+"""For ranks whose prediction is not used."""
 
 
 class Survey(Pilot):
-    """Tells `publish` what it found, once, when all is measured."""
+    """Calls `publish` with the results, once, when everything is measured."""
 
     def __init__(
         self,
@@ -50,13 +51,13 @@ class Survey(Pilot):
         publish: Callable[[dict[str, Any]], None],
         count: Callable[[int], None],
     ) -> None:
-        """`compute` is what rank 0 knows of a step without communication; `count` is told how many steps are done."""
+        """`compute` describes a step without communication, on rank 0; `count` gets the number of steps done."""
         super().__init__(hook, settings)
         self._compute, self._link, self._publish, self._count = compute, link, publish, count
         self._predicted: dict[str, Prediction] = {}
         self._stats: dict[str, list[Stats]] = {}
         self._measured = Trial({})
-        self._told = False
+        self._published = False
 
     def on_step(self) -> None:
         """As for `auto`."""
@@ -64,25 +65,25 @@ class Survey(Pilot):
         self._count(self._step)
 
     def _candidates(self) -> list[str]:
-        """Within the error, and by prediction among the fastest."""
+        """The hooks within the error that are predicted to be among the fastest."""
         self._predicted = self._predict_all()
         fit = super()._candidates()
         promising = sorted(fit, key=lambda spec: self._predicted[spec].step_s)[:MEASURED]
         return [spec for spec in fit if spec in promising or spec in ALWAYS]
 
     def _new_trial(self, errors: Mapping[str, float]) -> Trial:
-        """A report wants all steps of all hooks."""
+        """A trial that keeps all steps of all hooks, for the report."""
         return Trial(errors, survey=ROUNDS)
 
     def _predict_all(self) -> dict[str, Prediction]:
-        """As rank 0 works it out, on all ranks: their machines may differ, their decisions must not."""
+        """The predictions of rank 0, on all ranks: their machines may differ, but their decisions must not."""
         hook = self._hook
         layouts = [hook.layouts[index] for index in sorted(hook.layouts)]
         probed = probe(hook, pairs=False)
         wire: Wire = Link.parse(self._link) if self._link else probed
         compute = _compute(self._compute or UNKNOWN, layouts)
         found = {
-            spec: predict_step(rehearse(exchange(spec), layouts, hook.size), wire, compute, probed.toll)
+            spec: predict_step(rehearse(exchange(spec), layouts, hook.size), wire, compute, probed.cpu_cost)
             for spec in self.settings.specs
         }
         times = torch.tensor([value.step_s for value in found.values()], dtype=torch.float64)
@@ -95,7 +96,7 @@ class Survey(Pilot):
         super()._switch(spec)
 
     def _end_turn(self) -> None:
-        """Keep what the hook has counted in this step."""
+        """Keep the statistics of the hook for this step."""
         if self._counts:
             self._stats.setdefault(str(self._hook.exchange), []).append(self._hook.stats())
         self._hook.reset_stats()
@@ -108,8 +109,8 @@ class Survey(Pilot):
 
     def _settle(self, spec: str, reason: str) -> None:
         super()._settle(spec, reason)
-        if not self._told:
-            self._told = True
+        if not self._published:
+            self._published = True
             params = sum(segment.numel for layout in self._hook.layouts.values() for segment in layout)
             self._publish({"rows": self._rows(), "params": params})
 
@@ -130,7 +131,7 @@ class Survey(Pilot):
 
 
 def _split(stats: Sequence[Stats], step_s: Sequence[float]) -> dict[str, float] | None:
-    """Where the time of the median step goes on this rank, as `bench.records.Split` has it."""
+    """The parts of the median step on this rank, as in `records.Split`."""
     if not stats or not step_s:
         return None
     work = {key: statistics.fmean(getattr(each, key) for each in stats) for key in ("encode_s", "wire_s", "decode_s")}
@@ -138,10 +139,10 @@ def _split(stats: Sequence[Stats], step_s: Sequence[float]) -> dict[str, float] 
     return {"compute_s": statistics.median(step_s) - wait_s, **work, "wait_s": wait_s}
 
 
-def _compute(found: Mapping[str, Any], layouts: Sequence[Layout]) -> Compute:
-    """From a step without communication. A bucket is ready when the gradients of all its parameters are there.
+def _compute(found: Mapping[str, Any], layouts: Sequence[BucketLayout]) -> Compute:
+    """From a step without communication. A bucket is ready when the gradients of all its parameters are ready.
 
-    Where they were not seen, buckets come at equal distances.
+    If these times are not known, buckets get ready at equal distances.
     """
     came_s, backward_s = found["came_s"], found["backward_s"]
     ready = [max(came_s.get(segment.name, backward_s) for segment in layout) for layout in layouts]

@@ -1,10 +1,12 @@
-"""What each rank does: train every hook's own model in turn, round after round, and measure."""
+"""What each rank of `gradwire bench` does: it trains every hook's own model in turn, round by round, and measures."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -16,41 +18,41 @@ from gradwire.engine.hook import Hook
 from gradwire.engine.verify import fingerprint
 from gradwire.errors import VerifyError
 from gradwire.models.ddp import register
-from gradwire.tools.records.records import PLAIN, Record, Settings
+from gradwire.tools.launch.launch import Report
+from gradwire.tools.launch.link import emulate
+from gradwire.tools.records.records import NO_LINK, PLAIN, Record, Settings, Split
 from gradwire.tools.workload import Workload
 
 UNTIMED_STEPS = 2
-"""DDP cuts its buckets anew after the first step, and memory is first touched then."""
+"""DDP rebuilds its buckets after the first step, and memory is first touched in these steps."""
 EVAL_UNITS = 3
-"""For the progress bar: an evaluation takes about as long as so many steps."""
-
-Report = Callable[[float, str], None]
-"""Told which part of everything is done, and what is under way."""
+"""For the progress bar: an evaluation takes about as long as this many steps."""
 
 
 def run(rank: int, size: int, job: Mapping[str, Any], report: Report) -> list[dict[str, Any]]:
-    """Measure all hooks of `job` on this rank, all ranks together. Every rank returns the same records."""
+    """Measure all hooks of `job` on its link, all ranks together. Every rank returns the same results."""
     report(0.0, "preparing the models")
     settings = Settings.from_dict(job["settings"])
     workload = Workload(settings.workload, seed=settings.seed, rank=rank, size=size)
-    trainings = [Training(hook, workload, settings.bucket_mb) for hook in job["hooks"]]
+    with nullcontext() if job["link"] == NO_LINK else emulate(job["link"]):
+        trainings = [Training(hook, workload, settings.bucket_mb) for hook in job["hooks"]]
     clock = Clock(len(trainings), settings, report)
     train(trainings, settings, clock)
-    records = []
+    results = []
     for training in trainings:
-        records.append(training.record().as_dict())
+        results.append(training.result())
         clock.evaluated(training.name)
     for training in trainings:
         training.close()
-    return records
+    return results
 
 
 def train(trainings: list[Training], settings: Settings, clock: Clock) -> None:
-    """All of them, a round of steps at a time, until the steps are done or time is up."""
+    """Train all of them, one round of steps at a time, until the steps are done or time is up."""
     untimed = min(UNTIMED_STEPS, settings.steps - 1)
     for index, first in enumerate(range(0, settings.steps, settings.round_steps)):
         steps = range(first, min(first + settings.round_steps, settings.steps))
-        shift = index % len(trainings)  # so that nobody always has the first turn
+        shift = index % len(trainings)  # so that no hook always has the first turn
         for training in trainings[shift:] + trainings[:shift]:
             dist.barrier()
             for step in steps:
@@ -61,7 +63,7 @@ def train(trainings: list[Training], settings: Settings, clock: Clock) -> None:
 
 
 class Clock:
-    """How far the run is, by steps or, with a time limit, by time."""
+    """Reports how far the run is: by steps or, with a time limit, by time."""
 
     def __init__(self, hooks: int, settings: Settings, report: Report) -> None:
         self._evaluations = hooks * EVAL_UNITS
@@ -83,7 +85,7 @@ class Clock:
         self._report(1 - self._evaluations / self._total, f"evaluating {hook}")
 
     def time_is_up(self) -> bool:
-        """Whether to stop. The ranks must agree and their clocks do not, so any rank's word counts."""
+        """Whether to stop. The ranks must agree although their clocks differ, so one rank is enough to stop all."""
         if self._limit_s is None:
             return False
         late = torch.tensor(float(self._time_used() >= 1.0))
@@ -104,9 +106,9 @@ class Training:
         self._optimizer = workload.optimizer(self._model)
         self._hook = None if name == PLAIN else register(self._model, name)
         self._params = list(self._model.parameters())
-        self._steps = 0
         self._times: list[float] = []
         self._errors: list[float] = []
+        self._losses: list[float] = []
 
     def step(self, step: int, *, timed: bool, probed: bool) -> None:
         """Train one step; if `probed`, compare its averaged gradient with the exact mean, outside the timing."""
@@ -115,22 +117,31 @@ class Training:
         if timed and not self._times and self._hook is not None:
             self._hook.reset_stats()
         seconds = self._train_on(batch, self._workload.learning_rate(step))
-        self._steps += 1
         if timed:
             self._times.append(seconds)
         if exact is not None:
             self._errors.append(self._error_of_gradient(exact))
 
-    def record(self) -> Record:
-        """Evaluate, and put everything together. All ranks together."""
+    def result(self) -> dict[str, Any]:
+        """Evaluate, and return the record, the split and the losses as plain values. All ranks call it together."""
+        record = self._record()
+        split, losses = self._split(record), _mean_over_ranks(self._losses)
+        return {"record": record.as_dict(), "split": None if split is None else asdict(split), "losses": losses}
+
+    def close(self) -> None:
+        """End the hook's threads and connections."""
+        if self._hook is not None:
+            self._hook.close()
+
+    def _record(self) -> Record:
         size = dist.get_world_size()
         params = sum(param.numel() for param in self._params)
         ring_bytes = 4 * params * 2 * (size - 1) / size
         verified, kept = _verify(self._hook)
         return Record(
             hook=self.name,
-            steps=self._steps,
-            step_s=tuple(over_ranks(self._times, dist.ReduceOp.MAX)),
+            steps=len(self._losses),
+            step_s=tuple(_over_ranks(self._times, dist.ReduceOp.MAX)),
             sent_bytes=ring_bytes if self._hook is None else self._hook.stats().sent_bytes,
             sent_is_counted=self._hook is not None,
             gradient_error=statistics.median(self._errors),
@@ -142,10 +153,16 @@ class Training:
             params=params,
         )
 
-    def close(self) -> None:
-        """End the hook's threads and connections."""
-        if self._hook is not None:
-            self._hook.close()
+    def _split(self, record: Record) -> Split | None:
+        if self._hook is None:
+            return None
+        stats = self._hook.stats()
+        parts = [stats.encode_s, stats.wire_s, stats.decode_s, stats.wait_s]
+        encode_s, wire_s, decode_s, wait_s = _mean_over_ranks(parts)
+        # The wait is a mean over all steps: its share of the mean step is applied to the median step.
+        share = min(wait_s / statistics.mean(record.step_s), 1.0)
+        compute_s, wait_s = record.median_s * (1 - share), record.median_s * share
+        return Split(compute_s=compute_s, encode_s=encode_s, wire_s=wire_s, decode_s=decode_s, wait_s=wait_s)
 
     def _train_on(self, batch: Tensor, learning_rate: float) -> float:
         """Seconds of one step: forward, backward with the exchange in it, optimizer."""
@@ -153,12 +170,15 @@ class Training:
             group["lr"] = learning_rate
         began = time.perf_counter()
         self._optimizer.zero_grad()
-        self._workload.loss(self._model, batch).backward()
+        loss = self._workload.loss(self._model, batch)
+        loss.backward()
         self._optimizer.step()
-        return time.perf_counter() - began
+        seconds = time.perf_counter() - began
+        self._losses.append(loss.item())
+        return seconds
 
     def _exact_mean(self, batch: Tensor) -> Tensor:
-        """The float64 mean of the ranks' own gradients; `autograd.grad` passes DDP and its hook by."""
+        """The float64 mean of the ranks' own gradients. `autograd.grad` bypasses DDP and its hook."""
         loss = self._workload.loss(self._model.module, batch)
         own = torch.cat([grad.flatten() for grad in torch.autograd.grad(loss, self._params)]).double()
         dist.all_reduce(own)
@@ -166,16 +186,15 @@ class Training:
 
     def _error_of_gradient(self, exact: Tensor) -> float:
         grads = [param.grad.flatten() for param in self._params if param.grad is not None]
-        error = float((torch.cat(grads).double() - exact).norm() / exact.norm())
-        return over_ranks([error], dist.ReduceOp.SUM)[0] / dist.get_world_size()
+        return _mean_over_ranks([float((torch.cat(grads).double() - exact).norm() / exact.norm())])[0]
 
     def _held_out_loss(self) -> float:
-        total, count = over_ranks(list(self._workload.held_out_loss(self._model.module)), dist.ReduceOp.SUM)
+        total, count = _over_ranks(list(self._workload.held_out_loss(self._model.module)), dist.ReduceOp.SUM)
         return total / count
 
 
 def _verify(hook: Hook | None) -> tuple[str, bool]:
-    """What `Hook.verify()` found, and whether every promise holds."""
+    """The report of `Hook.verify()`, and whether every promise holds."""
     if hook is None:
         return "", True
     try:
@@ -184,11 +203,15 @@ def _verify(hook: Hook | None) -> tuple[str, bool]:
         return str(error), False
 
 
-def over_ranks(values: list[float], operation: Any) -> list[float]:
+def _over_ranks(values: list[float], operation: Any) -> list[float]:
     """Each value reduced over the ranks."""
     numbers = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(numbers, operation)
     return [float(number) for number in numbers]
+
+
+def _mean_over_ranks(values: list[float]) -> list[float]:
+    return [value / dist.get_world_size() for value in _over_ranks(values, dist.ReduceOp.SUM)]
 
 
 def _same_on_all_ranks(values: Tensor) -> bool:

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from gradwire.tools.records.records import PLAIN, Record
 
 GBIT = 1e9
 Rows = Sequence[Sequence[str]]
+
+
+def text_table(rows: Rows, *, right: Collection[int] = ()) -> str:
+    """Rows of cells as lines of text, the header first: columns are padded and separated by two blanks.
+
+    `right` holds the indices of the columns that are aligned to the right. Lines have no blanks at their end.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = enumerate(zip(row, widths, strict=True))
+        padded = [cell.rjust(width) if at in right else cell.ljust(width) for at, (cell, width) in cells]
+        lines.append("  ".join(padded).rstrip())
+    return "\n".join(lines)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,10 +29,9 @@ def to_page(found: Advice) -> str:
 
 def finding(found: Advice, lead: str) -> Finding:
     """The recommendation and the headroom, for a page that opens with `lead`."""
-    title = f"Use {found.pick}" if found.compress else "Do not compress"
-    reason = found.reason().partition(": ")[2]
+    made = found.recommendation
     step_s = statistics.median(found.headroom.with_s)
-    advice = Recommendation(found.pick if found.compress else None, title, reason[0].upper() + reason[1:])
+    advice = Recommendation(made.hook, made.title, made.reason)
     return Finding(advice=advice, lead=lead, step_s=step_s, exposed_s=max(found.headroom.exposed_s, 0.0))
 
 

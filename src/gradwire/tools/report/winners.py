@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from gradwire.tools.launch.link import Link
-from gradwire.tools.measure.simulate import Outlook, Pick, Scene, picks
+from gradwire.tools.measure.simulate import Forecast, Pick, Scene, picks
 from gradwire.tools.records.records import Origin
 from gradwire.tools.records.table import ms
 from gradwire.tools.report.crossover import rate_text
@@ -30,16 +30,16 @@ details+details{margin-top:4px}#table{margin-top:16px}
 """
 
 
-def to_html(outlooks: Sequence[Outlook], scene: Scene, limits: Sequence[float]) -> str:
+def to_html(forecasts: Sequence[Forecast], scene: Scene, limits: Sequence[float]) -> str:
     """The whole page, with a grid for each limit on the error."""
-    grids = [picks(outlooks, scene, limit) for limit in limits]
+    grids = [picks(forecasts, scene, limit) for limit in limits]
     winners = {pick.hook for grid in grids for row in grid for pick in row}
-    hooks = [each.hook for each in outlooks if each.hook in winners]
+    hooks = [each.hook for each in forecasts if each.hook in winners]
     cards = [
         _card(index, limit, grid, scene, hooks) for index, (limit, grid) in enumerate(zip(limits, grids, strict=True))
     ]
     top = tag("header", tag("h1", "Where each hook wins"), tag("p", _lead(scene), class_="lead"))
-    main = tag("main", top, _choice(limits), tag("div", *cards), _numbers(outlooks, scene))
+    main = tag("main", top, _choice(limits), tag("div", *cards), _numbers(forecasts, scene))
     footer = tag("footer", tag("p", f"Predicted, not measured. Hooks were rehearsed on: {origin(Origin.here())}"))
     skip = tag("a", "Skip to all numbers", href="#table", class_="skip")
     return document(TITLE, style(len(limits)) + STYLE, skip, main, footer)
@@ -123,22 +123,22 @@ def _micros(latency_s: float) -> str:
     return f"{1e3 * latency_s:g} ms" if latency_s >= 1e-3 else f"{1e6 * latency_s:g} µs"
 
 
-def _numbers(outlooks: Sequence[Outlook], scene: Scene) -> Markup:
+def _numbers(forecasts: Sequence[Forecast], scene: Scene) -> Markup:
     """All step times, a table a link."""
     hint = (
         "Predicted step times in milliseconds. Error: of the mean, relative to the mean, of one step on random values "
         "of 4 ranks that have nothing in common. Gradients have more in common, and a structure that low rank and "
         "top-k live on: measure it with gradwire advise. † does not average: the limit of what any hook can gain."
     )
-    tables = [_times(at, link, outlooks, scene) for at, link in enumerate(scene.links)]
+    tables = [_times(at, link, forecasts, scene) for at, link in enumerate(scene.links)]
     return tag("section", tag("h2", "All numbers"), tag("p", hint, class_="hint"), *tables, class_="card", id="table")
 
 
-def _times(at: int, link: Link, outlooks: Sequence[Outlook], scene: Scene) -> Markup:
+def _times(at: int, link: Link, forecasts: Sequence[Forecast], scene: Scene) -> Markup:
     name = link_text(link, scene)
     heads = [tag("th", words, scope="col") for words in ("hook", "error", *(f"{count} ranks" for count in scene.ranks))]
     rows = []
-    for each in outlooks:
+    for each in forecasts:
         times = [tag("td", tag("data", ms(found.step_s), value=repr(found.step_s))) for found in each.predictions[at]]
         hook = tag("th", each.hook + ("" if each.averages else " †"), scope="row")
         rows.append(tag("tr", hook, tag("td", f"{each.error:.1e}"), *times))

@@ -1,7 +1,7 @@
-"""Runs at the start of every Python process below `gradwire run`: DDP gets patched when the process imports torch.
+"""Runs at the start of every Python process below `gradwire run`, and patches DDP when the process imports torch.
 
-It must cost nothing in processes without torch, so it imports neither torch nor gradwire, and gradwire only comes in
-when a model is built. A `sitecustomize` that stood on the path before is run as well.
+It must cost nothing in processes without torch, so it imports neither torch nor gradwire; gradwire is imported when a
+model is built. Another `sitecustomize` on the path is run as well.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ DDP_MODULE = "torch.nn.parallel.distributed"
 
 
 def patch(ddp: Any) -> None:
-    """Tell `gradwire.tools.launch.models` of every DistributedDataParallel that is built from now on. Twice is once."""
+    """Call `inside.built` with every DistributedDataParallel that is built from now on. A second call does nothing."""
     original = ddp.__init__
     if hasattr(original, "gradwire_original"):
         return
@@ -27,7 +27,7 @@ def patch(ddp: Any) -> None:
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        from gradwire.tools.launch.models import built
+        from gradwire.tools.launch.inside import built
 
         built(self)
 
@@ -36,10 +36,10 @@ def patch(ddp: Any) -> None:
 
 
 class PatchOnImport:
-    """A finder that knows one module, and patches it as soon as it is loaded."""
+    """An import finder for one module, which patches it as soon as it is loaded."""
 
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """None for every other module: the next finder has it."""
+        """None for every other module, which is left to the next finder."""
         spec = PathFinder.find_spec(name, path) if name == DDP_MODULE else None
         if spec is None or spec.loader is None:
             return None
@@ -54,7 +54,7 @@ class PatchOnImport:
 
 
 def end_quietly_until_ready() -> None:
-    """A rank of ours that gets Ctrl-C while it still imports torch ends at once, without a traceback: see `rank.py`."""
+    """A rank that gets Ctrl-C while it still imports torch ends at once, without a traceback: see `rank.py`."""
     if "GRADWIRE_PARENT" in os.environ and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
