@@ -11,6 +11,7 @@ from gradwire.tools.records.records import NO_LINK
 from gradwire.tools.report.charts import LLOYD_MAX, rate_distortion
 from gradwire.tools.report.svg import free_place, ladder, steps
 from gradwire.tools.report.tables import COLUMNS
+from gradwire.tools.report.write import check_page
 
 from .kit import BITS, ORIGIN, run, runs
 
@@ -170,7 +171,9 @@ def test_labels_of_many_points_do_not_overlap():
             assert a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1]
 
 
-def test_without_jinja2_the_error_says_how_to_install_it(monkeypatch):
+def test_without_jinja2_the_error_says_how_to_install_it(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(GradwireError, match=r"a page needs jinja2.*pip install 'gradwire\[cli\]'"):
         to_html(summarise([run("exact")]))
+    with pytest.raises(GradwireError, match="jinja2"):  # before a measurement, not after it
+        check_page(tmp_path / "page.html")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gradwire.errors import GradwireError
 from gradwire.tools.measure.advise import Advice
@@ -14,22 +14,30 @@ from gradwire.tools.report.summary import Group, Summary, by_latency, crossover_
 from gradwire.tools.report.svg import Chart
 from gradwire.tools.report.tables import columns, heading, name, notes, origin_text
 
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
-def render(template: str, **values: Any) -> str:
-    """Fill a template of this package. GradwireError if jinja2 is not installed."""
+
+def environment() -> Environment:
+    """The templates of this package. GradwireError if jinja2 is not installed."""
     try:
         from jinja2 import Environment, PackageLoader, StrictUndefined
     except ImportError as error:
         raise GradwireError("a page needs jinja2, which is not installed: pip install 'gradwire[cli]'") from error
-    environment = Environment(
+    made = Environment(
         loader=PackageLoader("gradwire.tools.report"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["ms"] = ms
-    return environment.get_template(template).render(values).lstrip() + "\n"
+    made.filters["ms"] = ms
+    return made
+
+
+def render(template: str, **values: Any) -> str:
+    """Fill a template of this package."""
+    return environment().get_template(template).render(values).lstrip() + "\n"
 
 
 def to_html(summary: Summary, result: Finding | None = None) -> str:

@@ -9,7 +9,7 @@ from typing import Any, TextIO
 from gradwire.errors import SpecError
 from gradwire.tools.records.jsonl import RecordsError, json_text, read
 from gradwire.tools.report.advice import advise
-from gradwire.tools.report.page import to_html
+from gradwire.tools.report.page import environment, to_html
 from gradwire.tools.report.summary import Group, Summary, summarise
 from gradwire.tools.report.tables import to_markdown
 
@@ -76,7 +76,7 @@ def _group(group: Group) -> dict[str, Any]:
 
 
 def check_writable(path: Path) -> None:
-    """SpecError if `path` cannot be written. Called before the measurement starts."""
+    """Check before a measurement that its result can be written to `path`, and raise SpecError if not."""
     if path.is_dir():
         raise SpecError(f"cannot write {path}: it is a folder; name a file in it")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
@@ -85,14 +85,20 @@ def check_writable(path: Path) -> None:
 
 
 def check_page(path: Path) -> None:
-    """The same, and SpecError for an existing file that is not a page, such as a script that was meant to be run."""
+    """The same for a page. An existing file that is not a page, such as the script to run, is not overwritten either.
+
+    Raises:
+        SpecError: The page cannot be written.
+        GradwireError: jinja2 is not installed.
+    """
+    environment()
     check_writable(path)
     if path.is_file() and path.stat().st_size and not path.read_bytes()[:20].lower().startswith(b"<!doctype html"):
         raise SpecError(f"{path} exists and is not a page, so it is not overwritten; name another file, such as {PAGE}")
 
 
 def save(path: Path, text: str) -> None:
-    """Write a file. RecordsError if that fails."""
+    """Write a file, and raise RecordsError if that fails."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
