@@ -43,7 +43,7 @@ thorough: setup
 
 browser: setup
 	command -v chromium >/dev/null || (apt-get update -qq && apt-get install -y -qq chromium)
-	$(BIN)/python -m pytest -m browser tests/report
+	$(BIN)/python -m pytest -m browser tests/tools/report
 
 # Not part of test-all: with the installation it takes four minutes.
 integrations: setup

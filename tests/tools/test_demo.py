@@ -1,3 +1,4 @@
+from html import unescape
 from pathlib import Path
 
 import pytest
@@ -7,8 +8,8 @@ from gradwire.tools.cli.demo import to_json, to_text
 from gradwire.tools.demo import Demo, demo
 from gradwire.tools.records.records import Settings
 
-from ..report.kit import run
 from .measure.test_advise import FREE, advice
+from .report.kit import run
 
 HOOKS = ("exact", "noop", "int8", "bf16", "int4")
 PAGE = Path("some.html")
@@ -54,7 +55,7 @@ def test_where_it_does_not_pay_text_and_page_say_so():
 def test_the_page_has_the_recommendation_of_advise_and_the_losses_of_training():
     page = made().to_html()
     assert "<h2>Use int8</h2>" in page  # of the runs alone it would be int4
-    assert "gradwire.register(ddp_model, &quot;int8&quot;)" in page
+    assert 'gradwire.register(ddp_model, "int8")' in unescape(page)
     assert "At most 2.00x: 100.0 ms a step with the exact exchange, 50.0 ms with none." in page
     assert 'id="loss-2"' in page
     assert "final loss" in page

@@ -15,7 +15,7 @@ from gradwire.tools.measure.alternate import ORDER
 from gradwire.tools.measure.grid import BenchGrid, run_group
 from gradwire.tools.measure.headroom import MIN_ROUNDS
 from gradwire.tools.records.records import NO_LINK, Run, Settings
-from gradwire.tools.report.advised import finding
+from gradwire.tools.report.advice import finding
 from gradwire.tools.report.page import to_html
 from gradwire.tools.report.summary import Summary, summarise
 

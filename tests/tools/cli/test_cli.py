@@ -12,7 +12,7 @@ import gradwire
 from gradwire.tools.cli import VERBS, main
 from gradwire.tools.records.jsonl import append
 
-from ...report.kit import runs
+from ..report.kit import runs
 from .messages import is_short
 
 GRADWIRE = (sys.executable, "-m", "gradwire")
@@ -98,7 +98,7 @@ def test_no_report_takes_the_place_of_a_script(monkeypatch, tmp_path, capsys, wo
     script = Path("train.py")
     script.write_text("print('train')")
     assert main(words) == 2
-    assert "train.py is there and is no page, so it is not overwritten" in capsys.readouterr().err
+    assert "train.py exists and is not a page, so it is not overwritten" in capsys.readouterr().err
     assert script.read_text() == "print('train')"
 
 

@@ -14,7 +14,8 @@ from gradwire.tools.measure.advise import Advice, Row, advise
 from gradwire.tools.measure.headroom import Headroom
 from gradwire.tools.measure.survey import ROUNDS
 from gradwire.tools.records.records import Split
-from gradwire.tools.report.advised import runs_of, to_page
+from gradwire.tools.report.advice import runs_of
+from gradwire.tools.report.page import advice_to_html
 
 from ..cli.messages import is_short
 
@@ -152,7 +153,7 @@ class Page(HTMLParser):
 
 def test_the_page_has_the_advice_the_headroom_and_no_loss():
     found = advice()
-    html = to_page(found)
+    html = advice_to_html(found)
     page = Page(html)
     assert "Use int8" in page.text["h2"]
     assert found.reason() == f"Use int8. {page.text['p'][2]}"
@@ -170,7 +171,7 @@ def test_the_page_has_the_advice_the_headroom_and_no_loss():
 
 
 def test_the_page_follows_the_advice_not_the_times():
-    page = Page(to_page(advice(headroom=FREE)))
+    page = Page(advice_to_html(advice(headroom=FREE)))
     assert "Do not compress" in page.text["h2"]
     assert "code" not in page.text
 
@@ -179,7 +180,7 @@ def test_a_page_with_exact_alone_has_the_times_of_the_headroom():
     found = advice([row("exact", None, 3e-8), row("bf16", None, 1e-3)], max_error=1e-6)
     (run,) = runs_of(found)
     assert (run.cell.hook, run.record.step_s, run.split) == ("exact", BOUND.with_s, None)
-    assert "Do not compress" in Page(to_page(found)).text["h2"]
+    assert "Do not compress" in Page(advice_to_html(found)).text["h2"]
 
 
 FED = "int8:feedback=true"

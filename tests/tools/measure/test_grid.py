@@ -14,8 +14,8 @@ from gradwire.tools.measure.grid import BenchGrid
 from gradwire.tools.records.jsonl import append, read
 from gradwire.tools.records.records import Cell, Origin, Settings
 
-from ...report.kit import run
 from ..cli.test_cli import children, wait_until_gone
+from ..report.kit import run
 
 
 @pytest.fixture
@@ -118,13 +118,13 @@ def test_what_does_not_compare_is_not_added(tmp_path, ranks, capsys):
     path = tmp_path / "records.jsonl"
     assert call(path) == 0
     assert call(path, "--resume", "--steps", "9") == 2
-    assert "holds runs with steps 40 (now 9): runs with other settings do not compare" in capsys.readouterr().err
+    assert "holds runs that differ from these in steps (40 and 9) and so are not comparable" in capsys.readouterr().err
     other = tmp_path / "other.jsonl"
     append(other, [run("int8")])
     assert call(other, "--resume") == 2
     said = capsys.readouterr().err
-    assert "Some <Processor> & Co (now" in said
-    assert "runs from another machine or other versions do not compare" in said
+    assert "machine (Some <Processor> & Co and" in said
+    assert "and so are not comparable: take another --out" in said
 
 
 @pytest.mark.parametrize(

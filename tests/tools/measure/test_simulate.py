@@ -13,8 +13,8 @@ from gradwire.tools.cli import main
 from gradwire.tools.cli.simulate import links_of, params_of, ranks_of, to_text, wins
 from gradwire.tools.measure.simulate import Pick, Scene, blocks, noise_error, picks, simulate
 
-from ...report.outlooks import outlook as forecast
 from ..cli.messages import is_short
+from ..report.forecasts import forecast
 
 SCENE = Scene(ranks=(2, 8), links=(Link(1e8, 1e-4),), compute_s=0.01, params=300_000)
 

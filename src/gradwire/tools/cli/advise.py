@@ -26,11 +26,11 @@ from gradwire.tools.cli.headroom import WIDTH
 from gradwire.tools.cli.headroom import to_text as headroom_text
 from gradwire.tools.measure.advise import Advice, Row, advise
 from gradwire.tools.measure.headroom import STEPS
-from gradwire.tools.records import plain
+from gradwire.tools.records.jsonl import json_text
 from gradwire.tools.records.progress import Lines, progress
 from gradwire.tools.records.recommend import BASELINE
 from gradwire.tools.records.table import text_table
-from gradwire.tools.report.advised import to_page
+from gradwire.tools.report.page import advice_to_html
 from gradwire.tools.report.write import check_page, save
 
 HEADS = ("hook", "predicted ms", "measured ms", "speed-up", "MB sent", "error", "")
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> None:
         )
     if advice is not None:
         if args.report is not None:
-            save(args.report, to_page(advice))
+            save(args.report, advice_to_html(advice))
         print(to_json(advice, args.report) if args.json else to_text(advice, args.report), flush=True)
 
 
@@ -107,7 +107,7 @@ def check_hooks(hooks: Sequence[str]) -> None:
 
 def to_json(advice: Advice, path: Path | None) -> str:
     """Everything, with the path of the page."""
-    return plain.to_json({**advice.as_dict(), "report": None if path is None else str(path)})
+    return json_text({**advice.as_dict(), "report": None if path is None else str(path)})
 
 
 def to_text(advice: Advice, path: Path | None = None) -> str:

@@ -10,12 +10,11 @@ from typing import Any
 
 from gradwire.tools.cli.arguments import add_json, add_verb
 from gradwire.tools.measure.grid import BASELINES, BenchGrid, all_hooks, held_by, measure_cells
-from gradwire.tools.records import plain
-from gradwire.tools.records.jsonl import read
+from gradwire.tools.records.jsonl import json_text, read
 from gradwire.tools.records.progress import progress
 from gradwire.tools.records.records import NO_LINK, SCHEMA, Cell, Run, Settings
-from gradwire.tools.report.markdown import section
 from gradwire.tools.report.summary import summarise
+from gradwire.tools.report.tables import section
 from gradwire.tools.report.write import check_writable
 
 STEPS = 40
@@ -107,7 +106,7 @@ def _saved_text(wanted: Sequence[Cell], path: Path) -> str:
 
 def to_json(runs: Sequence[Run], path: Path) -> str:
     """The records, with the version of their schema and the path of the file."""
-    return plain.to_json({"schema": SCHEMA, "path": str(path), "records": [run.as_dict() for run in runs]})
+    return json_text({"schema": SCHEMA, "path": str(path), "records": [run.as_dict() for run in runs]})
 
 
 def to_text(runs: Sequence[Run], path: Path) -> str:

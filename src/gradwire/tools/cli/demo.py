@@ -13,18 +13,18 @@ from gradwire.tools.cli.arguments import add_json, add_verb
 from gradwire.tools.cli.headroom import WIDTH
 from gradwire.tools.cli.headroom import to_text as headroom_text
 from gradwire.tools.demo import TRAINED, Demo, demo, link_text
-from gradwire.tools.records import plain
+from gradwire.tools.records.jsonl import json_text
 from gradwire.tools.records.progress import progress
 from gradwire.tools.records.records import NO_LINK, Settings
 from gradwire.tools.records.table import text_table
-from gradwire.tools.report.columns import COLUMNS, name, notes
 from gradwire.tools.report.summary import Group
+from gradwire.tools.report.tables import COLUMNS, name, notes
 from gradwire.tools.report.write import check_page, save
 
 LINK = "1gbit"
 STEPS = 40
 PAGE = Path("gradwire-demo.html")
-LEFT_OUT = ("wait, ms", "bits a value")
+LEFT_OUT = ("wait, ms", "bits per value")
 """Columns of the page that do not fit in a terminal of 80 characters."""
 DESCRIPTION = """\
 On local processes and an emulated link: measure the time that communication costs a small GPT, recommend a hook for
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> None:
 def to_json(result: Demo, path: Path) -> str:
     """The advice, the records of the training and the path of the page."""
     records = [run.as_dict() for run in result.runs]
-    return plain.to_json({"advice": result.advice.as_dict(), "records": records, "report": str(path)})
+    return json_text({"advice": result.advice.as_dict(), "records": records, "report": str(path)})
 
 
 def to_text(result: Demo, path: Path) -> str:

@@ -13,7 +13,7 @@ from gradwire.errors import SpecError
 from gradwire.tools.cli.arguments import add_json, add_link, add_script, add_verb, ranks_of, results_to, script_of
 from gradwire.tools.launch.launch import is_rank
 from gradwire.tools.measure.headroom import FEW, STEPS, Headroom, headroom
-from gradwire.tools.records import plain
+from gradwire.tools.records.jsonl import json_text
 from gradwire.tools.records.progress import Lines, progress
 from gradwire.tools.records.table import text_table
 
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> None:
 
         def tell(result: Headroom) -> None:
             results.append(result)
-            print(plain.to_json(result.as_dict()) if args.json else to_text(result), file=out, flush=True)
+            print(json_text(result.as_dict()) if args.json else to_text(result), file=out, flush=True)
 
         options = {"steps": args.steps, "link": args.link, "stop": args.stop, "report": report}
         last = headroom(script, tell=None if script is None else tell, **options, **ranks)

@@ -8,7 +8,7 @@ from typing import Any
 
 from gradwire.tools.cli.arguments import add_json, add_link, add_verb
 from gradwire.tools.measure.probe import is_launched, probe_launched, probe_local
-from gradwire.tools.records import plain
+from gradwire.tools.records.jsonl import json_text
 from gradwire.tools.records.progress import progress
 from gradwire.tools.records.table import text_table
 
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> None:
         else:
             result = probe_local(args.nproc, link=args.link, pairs=args.pairs, report=report)
     if result is not None:
-        print(plain.to_json(result) if args.json else to_text(result), flush=True)
+        print(json_text(result) if args.json else to_text(result), flush=True)
 
 
 def to_text(result: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from gradwire.tools.cli.arguments import add_link, add_script, add_verb, ranks_of, script_of
 from gradwire.tools.launch.run import run as run_script
-from gradwire.tools.records import plain
+from gradwire.tools.records.jsonl import json_text
 
 DESCRIPTION = """\
 Run an unmodified DDP script under a hook, which is registered when the script builds its DistributedDataParallel. It
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> None:
     models = run_script(script_of(args), args.hook, link=args.link, **ranks_of(args))
     if args.json:
         if models:  # under a launcher only rank 0 has any
-            print(plain.to_json({"models": models}, indent=None), flush=True)
+            print(json_text({"models": models}, indent=None), flush=True)
         return
     for model in models:
         print(f"gradwire run: {_summary(model)}", file=sys.stderr)

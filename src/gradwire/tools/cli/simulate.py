@@ -17,7 +17,7 @@ from gradwire.exchanges import EXCHANGES
 from gradwire.tools.cli.arguments import add_json, add_verb, error_limit
 from gradwire.tools.launch.link import Link, seconds
 from gradwire.tools.measure.simulate import Forecast, Pick, Scene, as_dict, picks, simulate
-from gradwire.tools.records import plain
+from gradwire.tools.records.jsonl import json_text
 from gradwire.tools.records.progress import progress
 from gradwire.tools.records.table import text_table
 from gradwire.tools.report.winners import latency_text, limit_text, link_text, to_html
@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> None:
         save(args.report, to_html(forecasts, scene, limits))
     if args.json:
         path = None if args.report is None else str(args.report)
-        print(plain.to_json({**as_dict(forecasts, scene, limits), "report": path}), flush=True)
+        print(json_text({**as_dict(forecasts, scene, limits), "report": path}), flush=True)
     else:
         print(to_text(forecasts, scene, limits, args.report), flush=True)
 

@@ -14,7 +14,18 @@ from gradwire.exchanges import EXCHANGES, exchange
 from gradwire.tools.launch.launch import Report, check_nproc, run_ranks
 from gradwire.tools.launch.link import Link
 from gradwire.tools.records.jsonl import Records, RecordsError, append, read
-from gradwire.tools.records.records import NO_LINK, PLAIN, Cell, Origin, Record, Run, Settings, Split
+from gradwire.tools.records.records import (
+    NO_LINK,
+    PLAIN,
+    Cell,
+    Origin,
+    Record,
+    Run,
+    Settings,
+    Split,
+    conditions,
+    differences,
+)
 
 BASELINES = ("exact", "noop")
 """Always measured: the hook that the others must beat, and the one that sends nothing, which none can beat."""
@@ -127,10 +138,13 @@ def held_by(grid: BenchGrid, path: Path, *, resume: bool) -> Records:
     if not resume:
         raise SpecError(f"{path} exists: add --resume to measure what it does not hold yet, or take another --out")
     held = read(path)
-    here = Origin.here()
+    ours = conditions(grid.settings, Origin.here())
     for run in held.runs:
-        _same(path, "with other settings", _flat(run.shared), _flat(replace(grid.settings, nproc=1)))
-        _same(path, "from another machine or other versions", asdict(run.origin), asdict(here))
+        if different := differences(run.conditions, ours):
+            raise SpecError(
+                f"{path} holds runs that differ from these in {', '.join(different)} and so are not comparable: take "
+                "another --out"
+            )
     return held
 
 
@@ -159,16 +173,3 @@ def _check_writable(path: Path) -> None:
         path.open("a").close()
     except OSError as error:
         raise RecordsError(f"cannot write {path}: {error.strerror}") from error
-
-
-def _flat(settings: Settings) -> dict[str, Any]:
-    values = asdict(settings)
-    return {**values, **values.pop("workload")}
-
-
-def _same(path: Path, what: str, held: dict[str, Any], wanted: dict[str, Any]) -> None:
-    different = [f"{key} {held[key]} (now {wanted[key]})" for key in held if held[key] != wanted[key]]
-    if different:
-        raise SpecError(
-            f"{path} holds runs with {', '.join(different)}: runs {what} do not compare; take another --out"
-        )

@@ -1,43 +1,52 @@
-"""Records on disk: a line of JSON a run. Written so that a crash costs one line at most, read so that it costs no more.
+"""Records on disk: one line of JSON per run. A crash while a line is written costs that line and nothing else.
 
-Only the last line can be torn: it was being written when its process died, so it is the beginning of a record without
-its newline. Anything else that is no record makes the file somebody else's, which is not touched.
+Only the last line can be incomplete: its process died while it wrote the line, so the line is the beginning of a record
+without a newline. A file with any other line that is not a record is not ours: it is refused and left unchanged.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from gradwire.errors import GradwireError, SpecError
-from gradwire.tools.records.check import check
 from gradwire.tools.records.records import SCHEMA, Run
 
 START = b'{"schema": '
-"""What every record begins with."""
+"""Every record begins with these bytes."""
+TYPES: Mapping[str, tuple[type, ...]] = {
+    "float": (float, int),
+    "float | None": (float, int, type(None)),
+    "int": (int,),
+    "str": (str,),
+    "bool": (bool,),
+}
+"""Annotation of a field -> the types that JSON may have for it."""
 
 
 class RecordsError(GradwireError, ValueError):
-    """A file that does not hold records this version can read."""
+    """A file that does not hold records which this version can read."""
 
 
 class NoRecords(RecordsError, SpecError):
-    """There is no such file: it is the path that is wrong, not what a file holds."""
+    """The path is wrong: there is no such file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """What a file holds."""
+    """The content of a file."""
 
     runs: list[Run]
     torn: list[int]
-    """Numbers of the lines that were only half written."""
+    """Numbers of the incomplete lines."""
 
     def torn_text(self, path: Path) -> str:
-        """What to say about them; empty if there are none."""
+        """A message about the incomplete lines; empty if there are none."""
         if not self.torn:
             return ""
         lines = f"line{'s' if len(self.torn) > 1 else ''} {', '.join(map(str, self.torn))}"
@@ -45,31 +54,47 @@ class Records:
 
 
 def read(path: Path) -> Records:
-    """All runs of a file; of two runs of a cell the later one.
+    """All runs of a file. If a cell has two runs, the later one counts.
 
-    NoRecords if there is no such file, RecordsError if there is a line in it that is not ours.
+    Raises:
+        NoRecords: There is no such file.
+        RecordsError: The file holds a line that is not a record.
     """
-    return _read(path, _content(path))
+    return _parse(path, _content(path))
 
 
 def append(path: Path, runs: Iterable[Run]) -> None:
-    """Add runs and see them onto the disk. What a crash left half-written at the end goes first.
+    """Add runs to a file and flush them to the disk. An incomplete last line is removed first.
 
-    RecordsError, and the file stays as it is, if it holds anything else than records.
+    Raises:
+        RecordsError: The file holds something other than records. It stays unchanged.
     """
     text = "".join(json.dumps(run.as_dict(), allow_nan=True) + "\n" for run in runs)
     with path.open("a+b") as file:
         file.seek(0)
         content = file.read()
-        held = _read(path, content)
+        held = _parse(path, content)
         tail = content.rpartition(b"\n")[2]
         if held.torn:
             file.truncate(len(content) - len(tail))
-        elif tail:  # a whole record that only misses its newline
+        elif tail:  # a complete record that only lacks its newline
             file.write(b"\n")
         file.write(text.encode())
         file.flush()
         os.fsync(file.fileno())
+
+
+def json_text(content: Any, indent: int | None = 2) -> str:
+    """JSON for other programs: NaN and infinity, which standard JSON cannot express, become null."""
+    return json.dumps(_finite(content), indent=indent, allow_nan=False)
+
+
+def _finite(content: Any) -> Any:
+    if isinstance(content, float):
+        return content if math.isfinite(content) else None
+    if isinstance(content, Mapping):
+        return {key: _finite(value) for key, value in content.items()}
+    return [_finite(value) for value in content] if isinstance(content, list | tuple) else content
 
 
 def _content(path: Path) -> bytes:
@@ -83,7 +108,7 @@ def _content(path: Path) -> bytes:
         raise RecordsError(f"cannot read {path}: {error.strerror}") from error
 
 
-def _read(path: Path, content: bytes) -> Records:
+def _parse(path: Path, content: bytes) -> Records:
     runs, torn = {}, []
     lines = content.split(b"\n")
     for number, line in enumerate(lines, start=1):
@@ -96,12 +121,12 @@ def _read(path: Path, content: bytes) -> Records:
 
 
 def _is_torn(tail: bytes) -> bool:
-    """Whether what stands after the last newline is the beginning of a record, and not all of it."""
+    """Whether the text after the last newline is the beginning of a record but not a complete one."""
     return bool(tail) and tail[: len(START)] == START[: len(tail)] and _json(tail) is None
 
 
 def _json(line: bytes) -> object | None:
-    """The value, or None if it is none: no part of an object is JSON."""
+    """The value, or None if the line is not JSON. The beginning of an object never is."""
     try:
         value: object = json.loads(line)
     except ValueError:
@@ -121,6 +146,43 @@ def _run(line: bytes, where: str) -> Run:
             "gradwire that wrote it, or measure again"
         )
     try:
-        return check(Run.from_dict(values))
+        return _checked(Run.from_dict(values))
     except (KeyError, TypeError, ValueError) as error:
-        raise RecordsError(f"{where} says schema {SCHEMA} but is not of it: {type(error).__name__} {error}") from error
+        raise RecordsError(
+            f"{where} says schema {SCHEMA} but does not follow it: {type(error).__name__} {error}"
+        ) from error
+
+
+def _checked(run: Run) -> Run:
+    """The run; TypeError or ValueError if a report could not work with its values."""
+    for part in (run, run.cell, run.origin, run.record, *filter(None, [run.split])):
+        _check_types(part)
+    _check_ranges(run)
+    return run
+
+
+def _check_types(part: Any) -> None:
+    """Check fields of a simple type, and tuples of them."""
+    for each in fields(part):
+        value, kind = getattr(part, each.name), str(each.type)
+        wanted = TYPES.get(kind.removeprefix("tuple[").removesuffix(", ...]"), ())
+        for item in value if kind.startswith("tuple") else (value,):
+            if wanted and not (isinstance(item, wanted) and isinstance(item, bool) == (wanted == (bool,))):
+                raise TypeError(f"{each.name} must be of type {kind}, got {item!r}")
+
+
+def _check_ranges(run: Run) -> None:
+    """Check the numbers that a report divides by or takes the logarithm of. A run that diverged may have any loss."""
+    record, rate = run.record, run.link_bits_per_s
+    timed = bool(record.step_s) and all(0 < value < math.inf for value in record.step_s)
+    _require(timed, "step_s must hold times above 0")
+    _require(record.params > 0, f"params must be above 0, got {record.params}")
+    _require(0 <= record.sent_bytes < math.inf, f"sent_bytes must be 0 or more, got {record.sent_bytes}")
+    _require(not record.gradient_error < 0, f"gradient_error must be 0 or more, got {record.gradient_error}")
+    _require(run.cell.ranks >= 2, f"ranks must be at least 2, got {run.cell.ranks}")
+    _require(rate is None or 0 < rate < math.inf, f"link_bits_per_s must be above 0 or null, got {rate}")
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise ValueError(message)

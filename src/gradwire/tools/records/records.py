@@ -1,4 +1,4 @@
-"""What a measured run is asked for (Settings) and what comes out of it: a Record a hook, and in files a Run a cell."""
+"""How a run is measured (Settings) and its results: one Record per hook, and in files one Run per cell."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from gradwire.tools.workload import WorkloadSettings
 from gradwire.version import __version__
 
 PLAIN = "plain"
-"""DDP without any hook: the baseline, always a row."""
+"""DDP without any hook."""
 SCHEMA = 1
-"""Of `Run`: raised whenever an older reader would misunderstand a newer file, or the other way round."""
+"""Version of the format of `Run`. It is raised whenever older and newer versions would misread each other's files."""
 NO_LINK = "none"
-"""The link as it is: nothing is emulated."""
+"""The real link: nothing is emulated."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,19 +29,19 @@ class Settings:
     """How to measure. Every hook trains the same model from the same seed on the same batches."""
 
     nproc: int = 2
-    """Ranks, one process each. How many make sense is for the machine that starts them to say: `ranks.check_nproc`."""
+    """Number of ranks, one process each. `launch.local.check_nproc` checks it against the machine."""
     steps: int = 80
-    """Training steps a hook gets."""
+    """Training steps under each hook."""
     round_steps: int = 5
-    """Steps before the next hook has its turn: short, so that a noisy minute hits all hooks alike."""
+    """Steps before the next hook takes its turn. Short turns expose all hooks to the same disturbances."""
     limit_s: float | None = None
-    """After so many seconds of training no new round begins, for all hooks alike. None: train to the end."""
+    """No new round begins after this many seconds of training. None: train to the end."""
     seed: int = 0
-    """Of the weights, and with rank and step of the batches."""
+    """Seed of the weights; together with rank and step also of the batches."""
     bucket_mb: float | None = None
     """DDP's `bucket_cap_mb`. None: DDP's default, which hooks may change (`gradwire.models.buckets`)."""
     timeout_s: float = 60.0
-    """How long a collective may take before the run is given up."""
+    """How long a collective may take before the run is aborted."""
     workload: WorkloadSettings = field(default_factory=WorkloadSettings)
     """What is trained."""
 
@@ -62,32 +62,32 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Record:
-    """One hook, measured."""
+    """The measurements of one hook."""
 
     hook: str
     """The spec, or PLAIN."""
     steps: int
     """Training steps done."""
     step_s: tuple[float, ...]
-    """Forward, backward, exchange and optimizer, a value for each timed step; the slowest rank counts."""
+    """Time of forward, backward, exchange and optimizer on the slowest rank, one value per timed step."""
     sent_bytes: float
-    """Payload per step and rank."""
+    """Payload that a rank sends per step."""
     sent_is_counted: bool
-    """Counted by the hook; if not, computed for a ring all-reduce."""
+    """Whether the hook counted the bytes. If not, they are computed for a ring all-reduce."""
     gradient_error: float
-    """|averaged - exact| / |exact| of the whole gradient (2-norms), exact being the float64 mean on the same batch."""
+    """|averaged - exact| / |exact| of the whole gradient (2-norms); exact is the float64 mean on the same batch."""
     loss: float
     """On held-out text after the last step, in nats per byte; the mean over the ranks."""
     averages: bool
-    """Whether the hook averages at all; without, every rank trains for itself."""
+    """Whether the hook averages at all. If not, every rank trains on its own."""
     identical: bool
-    """All ranks hold the same parameters at the end, bit for bit."""
+    """Whether all ranks hold bit-identical parameters at the end."""
     verified: str
-    """What `Hook.verify()` says, or the promise it found broken; empty for PLAIN."""
+    """The message of `Hook.verify()`, also if it failed; empty for PLAIN."""
     kept_promises: bool
     """Whether `Hook.verify()` passed."""
     params: int
-    """Parameters of the model."""
+    """Number of parameters of the model."""
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Record:
@@ -100,39 +100,35 @@ class Record:
 
     @property
     def median_s(self) -> float:
-        """The step time to quote."""
+        """Median step time."""
         return statistics.median(self.step_s)
 
     @property
     def quartiles_s(self) -> tuple[float, float]:
-        """Its spread: half of all steps took between these two."""
+        """Lower and upper quartile of the step time."""
         if len(self.step_s) < 2:
             return self.step_s[0], self.step_s[0]
         low, _, high = statistics.quantiles(self.step_s, n=4, method="inclusive")
         return low, high
 
-    def wire_s(self, bits_per_s: float) -> float:
-        """The least time that the sent bytes need on a link of this speed. Computed, not measured."""
-        return self.sent_bytes * 8 / bits_per_s
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Split:
-    """Where the time of a step goes, mean over the ranks. `compute_s + wait_s` is the median step; the exchange's own
-    work (encode, wire, decode) overlaps with both, and with itself, as several chunks are under way at a time."""
+    """Parts of the step time, mean over the ranks. `compute_s + wait_s` is the median step. The work of the exchange
+    (encode, wire, decode) overlaps with both, and with itself, because several chunks are in flight at a time."""
 
     compute_s: float
-    """Forward, backward and optimizer, with the exchange beside them."""
+    """Forward, backward and optimizer, while the exchange runs in the background."""
     encode_s: float
     wire_s: float
     decode_s: float
     wait_s: float
-    """Nothing left to do but wait for the exchange."""
+    """Time in which training only waits for the exchange."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Origin:
-    """Where a run was made. Numbers from different origins do not compare."""
+    """Where a run was measured. Runs of different origins are not comparable."""
 
     machine: str
     system: str
@@ -156,43 +152,48 @@ class Origin:
 
 @dataclass(frozen=True, order=True, slots=True)
 class Cell:
-    """A place in the grid of runs; a file holds one Run for each."""
+    """One combination of repeat, ranks, link and hook; a file holds one Run for each."""
 
     repeat: int
     ranks: int
     link: str
-    """NO_LINK, or as `advisor.link` writes it."""
+    """NO_LINK, or the text of a `launch.link.Link`."""
     hook: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """A line of a records file: one cell, measured, with all that is needed to read it alone."""
+    """A line of a file of records: the results of one cell and how they were measured."""
 
     cell: Cell
     repeats: int
-    """How many runs this cell was to get; their seeds follow each other."""
+    """How often the measurement is repeated; the seeds of the repeats are consecutive."""
     link_bits_per_s: float | None
-    """None: not limited."""
+    """None: the link is not limited."""
     settings: Settings
-    """With this run's own seed."""
+    """With the seed of this run."""
     origin: Origin
     began: str
-    """UTC, ISO 8601."""
+    """Start of the measurement, UTC, ISO 8601."""
     split: Split | None
-    """None where no hook counts: under PLAIN."""
+    """None for PLAIN, where no hook measures the parts."""
     losses: tuple[float, ...]
     """Training loss of every step, mean over the ranks."""
     record: Record
 
     @property
     def shared(self) -> Settings:
-        """What runs must have in common to compare."""
+        """The settings of the first repeat, without the number of ranks: equal for all runs of one file."""
         return replace(self.settings, nproc=1, seed=self.settings.seed - self.cell.repeat)
+
+    @property
+    def conditions(self) -> dict[str, Any]:
+        """Everything that two runs must have in common to be comparable (see `differences`)."""
+        return conditions(self.shared, self.origin)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Run:
-        """The inverse of `as_dict`. KeyError or TypeError if something is missing or too much."""
+        """The inverse of `as_dict`. KeyError or TypeError if a value is missing or unknown."""
         return cls(
             cell=Cell(**values["cell"]),
             repeats=values["repeats"],
@@ -206,7 +207,7 @@ class Run:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON, with the schema's version and the spread of the step time."""
+        """Plain values, for JSON, with the version of the schema and the spread of the step time."""
         low_s, high_s = self.record.quartiles_s
         summary = {"median_s": self.record.median_s, "spread_s": [low_s, high_s]}
         return {
@@ -218,8 +219,19 @@ class Run:
         }
 
 
+def conditions(settings: Settings, origin: Origin) -> dict[str, Any]:
+    """Settings and origin by name, without the number of ranks: what `differences` compares."""
+    values = asdict(replace(settings, nproc=1))
+    return {**values.pop("workload"), **values, **asdict(origin)}
+
+
+def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    """Why two runs are not comparable, such as `steps (40 and 9)`; empty if they are. Both are `conditions`."""
+    return [f"{name} ({ours[name]} and {theirs[name]})" for name in ours if ours[name] != theirs[name]]
+
+
 def _processor() -> str:
-    """The name of the processor, where the system tells."""
+    """The name of the processor, if the system has it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

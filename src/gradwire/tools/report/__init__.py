@@ -1,1 +1,1 @@
-"""Measured runs as a page or as markdown."""
+"""Measured runs as a page, as markdown and as a recommendation."""

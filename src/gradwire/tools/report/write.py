@@ -1,4 +1,4 @@
-"""The report verb: a file of records in, a page or markdown out."""
+"""`gradwire report`: read a file of records, write a page or markdown, and print the recommendation."""
 
 from __future__ import annotations
 
@@ -7,21 +7,20 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from gradwire.errors import SpecError
-from gradwire.tools.records import plain
-from gradwire.tools.records.jsonl import RecordsError, read
+from gradwire.tools.records.jsonl import RecordsError, json_text, read
 from gradwire.tools.report.advice import advise
-from gradwire.tools.report.markdown import to_markdown
-from gradwire.tools.report.page import to_html
+from gradwire.tools.report.page import environment, to_html
 from gradwire.tools.report.summary import Group, Summary, summarise
+from gradwire.tools.report.tables import to_markdown
 
 PAGE = "report.html"
 STDOUT = Path("-")
 
 
 def report(records: Path, path: Path | None, *, kind: str, as_json: bool, out: TextIO, err: TextIO) -> None:
-    """Write the report to `path`; what to do, and where the page is, goes to `out` unless the report itself does."""
+    """Write the report to `path`. The recommendation and the path go to `out`, unless the report itself does."""
     if as_json and path == STDOUT:
-        raise SpecError("--json and --out - both want stdout: give --out a file")
+        raise SpecError("--json and --out - both write to stdout: give --out a file")
     if path is not None and path.exists() and records.exists() and path.samefile(records):
         raise SpecError(f"--out {path} would overwrite the records; name another file, such as {PAGE}")
     held = read(records)
@@ -42,15 +41,15 @@ def report(records: Path, path: Path | None, *, kind: str, as_json: bool, out: T
 
 
 def to_text(summary: Summary, path: Path | None) -> str:
-    """A line of advice a group, and the path."""
-    lines = [f"{group.name}: {advise(group).title}. {advise(group).reason}" for group in summary.groups]
+    """One line with the recommendation for each group, and the path."""
+    lines = [f"{group.name}: {advise(group)}" for group in summary.groups]
     return "\n".join([*lines, f"report: {path}"]) + "\n"
 
 
 def to_json(summary: Summary, path: Path | None) -> str:
-    """The same for programs, with the figures it rests on."""
+    """The same for programs, with the numbers it is based on."""
     content = {"report": None if path is None else str(path), "groups": [_group(group) for group in summary.groups]}
-    return plain.to_json(content) + "\n"
+    return json_text(content) + "\n"
 
 
 def _group(group: Group) -> dict[str, Any]:
@@ -77,7 +76,7 @@ def _group(group: Group) -> dict[str, Any]:
 
 
 def check_writable(path: Path) -> None:
-    """SpecError if `path` cannot be written: before the work, not after it."""
+    """Check before a measurement that its result can be written to `path`, and raise SpecError if not."""
     if path.is_dir():
         raise SpecError(f"cannot write {path}: it is a folder; name a file in it")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
@@ -86,14 +85,20 @@ def check_writable(path: Path) -> None:
 
 
 def check_page(path: Path) -> None:
-    """The same, and SpecError for a file that is no page: a script, say, that was meant to be run."""
+    """The same for a page. An existing file that is not a page, such as the script to run, is not overwritten either.
+
+    Raises:
+        SpecError: The page cannot be written.
+        GradwireError: jinja2 is not installed.
+    """
+    environment()
     check_writable(path)
     if path.is_file() and path.stat().st_size and not path.read_bytes()[:20].lower().startswith(b"<!doctype html"):
-        raise SpecError(f"{path} is there and is no page, so it is not overwritten; name another file, such as {PAGE}")
+        raise SpecError(f"{path} exists and is not a page, so it is not overwritten; name another file, such as {PAGE}")
 
 
 def save(path: Path, text: str) -> None:
-    """RecordsError if that fails."""
+    """Write a file, and raise RecordsError if that fails."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -1,14 +1,17 @@
-"""The page as a parser sees it: well-formed, offline, and with the numbers of the records."""
+"""The page of the report, parsed: well-formed, offline, and with the numbers of the records."""
 
+import sys
 from html.parser import HTMLParser
 
 import pytest
 
+from gradwire.errors import GradwireError
 from gradwire.report import advise, summarise, to_html
 from gradwire.tools.records.records import NO_LINK
-from gradwire.tools.report.columns import COLUMNS
-from gradwire.tools.report.scatter import LLOYD_MAX, limit
+from gradwire.tools.report.charts import LLOYD_MAX, rate_distortion
 from gradwire.tools.report.svg import free_place, ladder, steps
+from gradwire.tools.report.tables import COLUMNS
+from gradwire.tools.report.write import check_page
 
 from .kit import BITS, ORIGIN, run, runs
 
@@ -16,7 +19,7 @@ VOID = {"meta", "link", "input"}
 
 
 class Page(HTMLParser):
-    """Elements with attributes and text; fails on a tag that is not closed."""
+    """Elements with attributes and text. It fails on a tag that is not closed."""
 
     def __init__(self, text):
         super().__init__()
@@ -60,14 +63,14 @@ def test_every_number_of_the_table_is_that_of_the_records(page, summary):
     assert shown == [column.text(row, group) for group in summary.groups for row in group.rows for column in COLUMNS]
 
 
-def test_tables_have_captions_and_scoped_heads(page, summary):
+def test_tables_have_captions_and_header_scopes(page, summary):
     assert [element["text"] for element in page.all("caption")] == [group.name for group in summary.groups]
     assert {element["attrs"].get("scope") for element in page.all("th")} == {"col", "row"}
     names = [element["text"] for element in page.all("th") if element["attrs"]["scope"] == "row"]
     assert names == [row.hook + " †" * (row.hook == "noop") for group in summary.groups for row in group.rows]
 
 
-def test_every_chart_is_there_with_title_and_description(page):
+def test_every_chart_has_a_title_and_a_description(page):
     charts = {element["attrs"]["id"]: element for element in page.all("svg")}
     each = {f"{name}-{index}" for name in ("headroom", "stack") for index in range(6)}
     assert set(charts) == each | {f"{name}-{ranks}" for name in ("speed-up", "error", "loss") for ranks in (2, 4)}
@@ -77,7 +80,7 @@ def test_every_chart_is_there_with_title_and_description(page):
         assert set(element["attrs"]["aria-labelledby"].split()) <= ids
 
 
-def test_descriptions_and_tips_say_what_is_drawn(page, summary):
+def test_descriptions_and_tips_hold_the_numbers_of_the_charts(page, summary):
     described = {element["attrs"]["id"]: element["text"] for element in page.all("desc")}
     tips = {element["text"] for element in page.all("title")}
     for index, group in enumerate(summary.groups):
@@ -92,7 +95,7 @@ def test_descriptions_and_tips_say_what_is_drawn(page, summary):
             assert f"{row.hook} from {row.losses[0]:.3f} to {last}" in described[f"loss-{group.ranks}-desc"]
 
 
-def test_advice_and_headroom_are_in_words(page, summary):
+def test_recommendation_and_headroom_are_in_words(page, summary):
     heads = [element["text"] for element in page.all("h2")]
     texts = [element["text"] for element in page.all("p")]
     for group in summary.groups:
@@ -102,7 +105,7 @@ def test_advice_and_headroom_are_in_words(page, summary):
     assert 'gradwire.register(ddp_model, "int4")' in [element["text"] for element in page.all("code")]
 
 
-def test_the_page_asks_for_nothing(page):
+def test_the_page_makes_no_requests(page):
     assert not page.all("script")
     links = [element["attrs"][key] for element in page.elements for key in ("src", "href") if key in element["attrs"]]
     assert sorted(links) == ["#table", "data:,"]
@@ -111,7 +114,7 @@ def test_the_page_asks_for_nothing(page):
     assert "@import" not in style
 
 
-def test_a_choice_for_each_group_and_none_for_one(page, summary):
+def test_groups_can_be_chosen_if_there_are_several(page, summary):
     assert len(page.all("input")) == len(summary.groups)
     assert sum("checked" in element["attrs"] for element in page.all("input")) == 1
     single = Page(to_html(summarise(runs(links=(NO_LINK,)))))
@@ -135,34 +138,42 @@ def test_text_from_records_is_escaped(page):
     ],
     ids=["no baselines", "only baselines", "no error", "no baseline on one link", "a hook without a baseline"],
 )
-def test_a_page_with_less_to_show_still_stands(members):
+def test_a_page_with_missing_runs_is_complete(members):
     page = Page(to_html(summarise(members)))
     assert page.all("table")
     assert len(page.all("data")) >= len(members) * (len(COLUMNS) - 1)
 
 
-def test_many_hooks_keep_their_names_apart():
+def test_names_of_many_hooks_have_different_places():
     page = Page(to_html(summarise([run(hook) for hook in BITS])))
     named = [element for element in page.all("text") if element["text"] in BITS]
     places = [(element["attrs"]["x"], element["attrs"]["y"]) for element in named]
     assert len(set(places)) >= len(BITS) * 3
 
 
-def test_limits_are_those_of_theory():
-    assert limit(4) == 2**-8
-    assert all(limit(bits) < value < 1.5 * 2 * limit(bits) for bits, value in LLOYD_MAX.items())
+def test_limits_agree_with_theory():
+    assert rate_distortion(4) == 2**-8
+    assert all(rate_distortion(bits) < value < 1.5 * 2 * rate_distortion(bits) for bits, value in LLOYD_MAX.items())
 
 
-def test_ticks_are_round_and_within():
+def test_ticks_are_round_numbers_within_the_range():
     assert steps(90) == [0, 20, 40, 60, 80]
     assert steps(0.9) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8])
     assert ladder(0.8, 6) == [1, 2, 5]
 
 
-def test_labels_of_a_crowd_do_not_overlap():
+def test_labels_of_many_points_do_not_overlap():
     taken = []
     for _ in range(8):
         free_place(200, 130, "powersgd", taken, (40, 0, 400, 272))
     for index, a in enumerate(taken):
         for b in taken[:index]:
             assert a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1]
+
+
+def test_without_jinja2_the_error_says_how_to_install_it(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(GradwireError, match=r"a page needs jinja2.*pip install 'gradwire\[cli\]'"):
+        to_html(summarise([run("exact")]))
+    with pytest.raises(GradwireError, match="jinja2"):  # before a measurement, not after it
+        check_page(tmp_path / "page.html")

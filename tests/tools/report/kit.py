@@ -1,7 +1,8 @@
-"""Runs made by hand: times by a simple model of a link, so that hooks win on slow ones and lose on fast ones."""
+"""Artificial runs: their times follow a simple model of a link, so that hooks pay on slow links only."""
 
 from dataclasses import replace
 
+from gradwire.report import summarise
 from gradwire.tools.records.records import NO_LINK, Cell, Origin, Record, Run, Settings, Split
 
 ORIGIN = Origin(
@@ -11,11 +12,12 @@ LINKS = {NO_LINK: None, "1gbit": 1e9, "100mbit": 1e8}
 BITS = {"exact": 32, "noop": 0, "powersgd": 0.6, "bf16": 16, "fp16": 16, "int8": 8.2, "int4": 4.2, "sign": 1.1}
 ERROR = {"exact": 3e-8, "noop": 0.97, "powersgd": 0.6, "bf16": 1.4e-3, "fp16": 1.8e-4, "int8": 5e-3, "int4": 0.08}
 WORK_MS = {"exact": 0, "noop": 0, "powersgd": 12, "bf16": 4, "fp16": 5, "int8": 7, "int4": 9, "sign": 6}
+SLOW = "100mbit"
 COMPUTE_S, PARAMS, STEPS, UNTIMED = 0.080, 2_500_000, 40, 2
 
 
 def run(hook, link=NO_LINK, *, ranks=2, repeat=0, repeats=1, **changes):
-    """One run; `changes` are of its record."""
+    """One run; `changes` apply to its record."""
     sent = BITS[hook] / 8 * PARAMS * 2 * (ranks - 1) / ranks
     wire_s = 8 * sent / (LINKS[link] or 2e10)
     work_s = WORK_MS[hook] / 1e3
@@ -55,7 +57,7 @@ def run(hook, link=NO_LINK, *, ranks=2, repeat=0, repeats=1, **changes):
 
 
 def runs(hooks=tuple(BITS), links=tuple(LINKS), *, ranks=(2,), repeats=1):
-    """Every cell."""
+    """One run for every cell."""
     return [
         run(hook, link, ranks=count, repeat=repeat, repeats=repeats)
         for repeat in range(repeats)
@@ -63,3 +65,15 @@ def runs(hooks=tuple(BITS), links=tuple(LINKS), *, ranks=(2,), repeats=1):
         for link in links
         for hook in hooks
     ]
+
+
+def at(ms, hook, link=NO_LINK, spread=0.01, **changes):
+    """A run whose step times lie evenly between `ms` minus and plus `spread`."""
+    step_s = tuple(ms / 1e3 * (1 + spread * (step / 10 - 1)) for step in range(21))
+    return run(hook, link, step_s=step_s, **changes)
+
+
+def group(*members):
+    """The only group of some runs."""
+    (only,) = summarise(members).groups
+    return only

@@ -1,4 +1,4 @@
-"""The page of winners in a real browser."""
+"""The page of `gradwire simulate` in a real browser."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from gradwire.tools.measure.simulate import picks
 from gradwire.tools.report.winners import to_html
 
 from .browser import WIDTHS
-from .outlooks import LIMITS, SCENE, outlooks
+from .forecasts import LIMITS, SCENE, forecasts
 
 pytestmark = pytest.mark.browser
 SHOWN = "[...document.querySelectorAll('.winners')].filter(e => e.offsetParent)"
@@ -24,7 +24,7 @@ RGB = """
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
     path = tmp_path_factory.mktemp("page") / "winners.html"
-    path.write_text(to_html(outlooks(), SCENE, LIMITS), encoding="utf-8")
+    path.write_text(to_html(forecasts(), SCENE, LIMITS), encoding="utf-8")
     return path
 
 
@@ -40,14 +40,14 @@ def _contrast(one, other):
     return (high + 0.05) / (low + 0.05)
 
 
-def test_nothing_is_logged_and_no_request_leaves_the_file(browser, page):
+def test_nothing_is_logged_and_nothing_is_requested_but_the_file(browser, page):
     browser.open(page, 1200)
     assert browser.complaints() == []
     assert [url for url in browser.requests() if not url.startswith("data:")] == [page.as_uri()]
 
 
 @pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
-def test_the_grid_scrolls_and_the_page_does_not(browser, page, width):
+def test_the_grid_scrolls_sideways_but_the_page_does_not(browser, page, width):
     browser.open(page, width)
     assert browser.evaluate("document.documentElement.scrollWidth") <= width
     left, right = browser.evaluate(f"(b => [b.left, b.right])({SHOWN}[0].parentElement.getBoundingClientRect())")
@@ -57,12 +57,12 @@ def test_the_grid_scrolls_and_the_page_does_not(browser, page, width):
         f"[{SHOWN}[0].querySelector('tbody th'), {CELLS}[{len(SCENE.ranks) - 1}]].map(e => e.getBoundingClientRect())"
         ".map(b => [b.left, b.right])"
     )
-    assert left <= head[0] < right  # the link stays in sight
+    assert left <= head[0] < right  # the name of the link stays visible
     assert last[1] <= right + 1
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_cells_can_be_read_and_told_apart(browser, page, scheme):
+def test_cells_have_enough_contrast_and_different_colours(browser, page, scheme):
     browser.open(page, 1200, scheme=scheme)
     browser.evaluate("document.querySelector('#choose-1').click()")
     found = browser.evaluate(
@@ -74,20 +74,20 @@ def test_cells_can_be_read_and_told_apart(browser, page, scheme):
     assert all((_luminance(ground) < 0.3) == (scheme == "dark") for ground in grounds.values())
 
 
-def test_the_keyboard_changes_the_limit_and_cells_are_the_picks(browser, page):
+def test_the_keyboard_changes_the_limit_and_the_cells_follow(browser, page):
     browser.open(page, 1200)
     for index in range(len(LIMITS)):
         seen = browser.evaluate(f"{CELLS}.map(e => e.innerText.split('\\n'))")
-        expected = [pick for row in picks(outlooks(), SCENE, LIMITS[index]) for pick in row]
+        expected = [pick for row in picks(forecasts(), SCENE, LIMITS[index]) for pick in row]
         assert seen == [[pick.hook, f"{pick.speed_up:.2f}x"] for pick in expected]
         for _ in range(2 if index == 0 else 0):
             browser.press("Tab", 9)
         browser.press("ArrowRight", 39)
 
 
-def test_all_numbers_unfold(browser, page):
+def test_the_tables_of_all_numbers_open(browser, page):
     browser.open(page, 1200)
     browser.evaluate("document.querySelector('summary').click()")
     seen = browser.evaluate("document.querySelector('details tbody tr').innerText").split()
     assert seen[0] == "exact"
-    assert float(seen[2]) == pytest.approx(1e3 * outlooks()[0].predictions[0][0].step_s, abs=0.06)
+    assert float(seen[2]) == pytest.approx(1e3 * forecasts()[0].predictions[0][0].step_s, abs=0.06)

@@ -1,4 +1,4 @@
-"""Records on disk: what is written comes back, what is torn is dropped, what is not ours is refused."""
+"""Records on disk: complete lines are read back, an incomplete last line is dropped, other files are refused."""
 
 import json
 import math
@@ -27,7 +27,7 @@ def test_runs_come_back_from_the_file(path):
     assert read(path).torn == []
 
 
-def test_a_line_says_what_others_need(path):
+def test_a_line_has_the_documented_fields(path):
     append(path, [run("int8", "1gbit", repeat=1, repeats=3)])
     line = json.loads(path.read_text())
     assert line["schema"] == SCHEMA
@@ -42,13 +42,13 @@ def test_a_line_says_what_others_need(path):
     assert line["record"]["sent_bytes"] > 0
 
 
-def test_of_two_runs_of_a_cell_the_later_counts(path):
+def test_the_later_of_two_runs_of_a_cell_counts(path):
     append(path, [run("int8", loss=1.0), run("int8", loss=2.0)])
     assert [each.record.loss for each in read(path).runs] == [2.0]
 
 
 @pytest.mark.parametrize("keep", [1, 20, -2])
-def test_a_torn_line_is_dropped_and_the_next_one_is_whole(path, keep):
+def test_an_incomplete_line_is_dropped_and_the_next_one_is_complete(path, keep):
     append(path, [run("exact"), run("noop")])
     first, second = path.read_text().splitlines(keepends=True)
     path.write_text(first + second[:keep])
@@ -60,7 +60,7 @@ def test_a_torn_line_is_dropped_and_the_next_one_is_whole(path, keep):
     assert read(path).torn == []
 
 
-def test_a_record_that_only_misses_its_newline_is_kept(path):
+def test_a_record_without_its_newline_is_kept(path):
     append(path, [run("exact")])
     path.write_text(path.read_text().rstrip("\n"))
     append(path, [run("noop")])
@@ -75,11 +75,11 @@ FOREIGN = {
     "torn, with a newline": '{"schema": 1, "ce\n',
     "bytes": "\x00\x7f\ufffd",
 }
-"""Files that are not ours."""
+"""Files that hold no records."""
 
 
 @pytest.mark.parametrize("text", FOREIGN.values(), ids=FOREIGN)
-def test_a_file_that_is_not_ours_stays_as_it_is(path, text, capsys):
+def test_a_file_without_records_is_not_changed(path, text, capsys):
     path.write_text(text)
     with pytest.raises(RecordsError, match="line 1 is not a record"):
         append(path, [run("exact")])
@@ -88,7 +88,7 @@ def test_a_file_that_is_not_ours_stays_as_it_is(path, text, capsys):
     assert path.read_text() == text
 
 
-def test_a_line_that_is_not_ours_is_named_wherever_it_stands(path):
+def test_the_error_has_the_number_of_the_wrong_line(path):
     append(path, [run("exact"), run("noop")])
     first, second = path.read_text().splitlines(keepends=True)
     path.write_text(first + second[:40] + "\n" + second)
@@ -97,7 +97,7 @@ def test_a_line_that_is_not_ours_is_named_wherever_it_stands(path):
     assert path.read_text() == first + second[:40] + "\n" + second
 
 
-def test_a_folder_is_no_file_of_records(path, capsys):
+def test_a_folder_is_refused(path, capsys):
     assert main(["report", str(path.parent)]) == 2
     assert "it is a folder; name a file of records in it\n" in capsys.readouterr().err
 
@@ -117,7 +117,7 @@ def _with(**changes):
     ("text", "message"),
     [
         (_changed(schema=99), "line 1 has schema 99, and this gradwire reads schema 1"),
-        (_changed(origin={}), "says schema 1 but is not of it: TypeError"),
+        (_changed(origin={}), "says schema 1 but does not follow it: TypeError"),
         (_changed(link_bits_per_s=0), "link_bits_per_s must be above 0 or null, got 0"),
         (_with(step_s=[]), "step_s must hold times above 0"),
         (_with(step_s=[0.1, -0.1]), "step_s must hold times above 0"),
@@ -136,7 +136,7 @@ def _with(**changes):
     ],
     ids=["schema", "fields", "rate", *WRONG, "other json", "number", "empty", "only torn", "missing", *FOREIGN],
 )
-def test_files_that_are_not_ours_are_refused(path, text, message, capsys):
+def test_files_without_valid_records_are_refused(path, text, message, capsys):
     if text is not None:
         path.write_text(text)
     assert main(["report", str(path)]) == (2 if text is None else 1)
@@ -147,7 +147,7 @@ def test_files_that_are_not_ours_are_refused(path, text, message, capsys):
     assert printed.out == ""
 
 
-def test_report_writes_a_page_and_says_what_to_do(path, capsys, monkeypatch):
+def test_report_writes_a_page_and_prints_the_recommendation(path, capsys, monkeypatch):
     append(path, runs())
     with path.open("a") as file:
         file.write('{"schema": 1, "ce')
@@ -185,4 +185,4 @@ def test_report_refuses_what_it_cannot_write(path, capsys):
     assert main(["report", str(path), "--out", str(path.parent)]) == 2
     assert "cannot write" in capsys.readouterr().err
     assert main(["report", str(path), "--json", "--out", "-"]) == 2
-    assert "both want stdout" in capsys.readouterr().err
+    assert "both write to stdout" in capsys.readouterr().err

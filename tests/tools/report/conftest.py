@@ -1,4 +1,4 @@
-"""The browser that pages are shown in."""
+"""The browser for tests of pages."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from .browser import Browser
 
 @pytest.fixture(scope="session")
 def browser(tmp_path_factory):
-    """One for all pages."""
+    """One browser for all tests."""
     made = Browser(tmp_path_factory.mktemp("profile"))
     yield made
     made.close()

@@ -1,4 +1,4 @@
-"""Predictions made by hand, of hooks whose exactness is known."""
+"""Artificial predictions, of hooks with known errors."""
 
 import math
 
@@ -14,17 +14,17 @@ SCENE = Scene(
 )
 
 
-def outlook(hook, steps):
-    """Of step times by link and ranks."""
+def forecast(hook, steps):
+    """From step times by link and ranks."""
     rest = {"sent_bytes": 0.0, "work_s": 0.0, "handling_s": 0.0, "wire_s": 0.0, "exposed_s": 0.0}
     rows = tuple(tuple(Prediction(step_s=step_s, **rest) for step_s in row) for row in steps)
     return Forecast(hook, hook != "noop", ERRORS[hook], rows)
 
 
-def outlooks(scene=SCENE):
-    """By a simple model: compute, the wire, and work that grows with the ranks."""
+def forecasts(scene=SCENE):
+    """From a simple model: compute, transfer time, and work that grows with the ranks."""
     return [
-        outlook(hook, [[_step_s(hook, link, ranks, scene) for ranks in scene.ranks] for link in scene.links])
+        forecast(hook, [[_step_s(hook, link, ranks, scene) for ranks in scene.ranks] for link in scene.links])
         for hook in ERRORS
     ]
 

@@ -1,4 +1,4 @@
-"""The page in a real browser: what a parser cannot see."""
+"""The page of the report in a real browser: layout, colours and keyboard."""
 
 import pytest
 
@@ -24,13 +24,13 @@ def page(tmp_path_factory):
     return path
 
 
-def test_nothing_is_logged_and_no_request_leaves_the_file(browser, page):
+def test_nothing_is_logged_and_nothing_is_requested_but_the_file(browser, page):
     browser.open(page, 1200)
     assert browser.complaints() == []
     assert [url for url in browser.requests() if not url.startswith("data:")] == [page.as_uri()]
 
 
-def test_a_page_that_asks_or_complains_would_be_noticed(browser, tmp_path):
+def test_requests_and_errors_of_a_page_are_noticed(browser, tmp_path):
     bad = tmp_path / "bad.html"
     bad.write_text("<img src='http://127.0.0.1:9/x.png'><script>console.error('no'); undefined_name()</script>")
     browser.open(bad, 1200)
@@ -39,7 +39,7 @@ def test_a_page_that_asks_or_complains_would_be_noticed(browser, tmp_path):
 
 
 @pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
-def test_charts_are_drawn_and_fit_at_every_width(browser, page, width):
+def test_charts_fit_at_every_width(browser, page, width):
     browser.open(page, width)
     boxes = browser.evaluate(
         "[...document.querySelectorAll('svg.chart')].map(e => e.getBoundingClientRect())"
@@ -50,7 +50,7 @@ def test_charts_are_drawn_and_fit_at_every_width(browser, page, width):
     assert browser.evaluate("document.documentElement.scrollWidth") <= width
 
 
-def test_text_in_charts_is_large_enough_and_inside(browser, page):
+def test_text_in_charts_is_large_enough_and_inside_the_page(browser, page):
     for width in WIDTHS.values():
         browser.open(page, width)
         sizes = browser.evaluate(
@@ -65,7 +65,7 @@ def test_text_in_charts_is_large_enough_and_inside(browser, page):
             assert right <= width
 
 
-def test_colours_follow_the_scheme(browser, page):
+def test_colours_follow_the_colour_scheme(browser, page):
     for scheme, dark in (("light", False), ("dark", True)):
         browser.open(page, 360, scheme=scheme)
         background = browser.evaluate(f"({LUMINANCE})('body', 'backgroundColor')")
@@ -75,7 +75,7 @@ def test_colours_follow_the_scheme(browser, page):
             assert abs(ink - background) > 0.4
 
 
-def test_the_keyboard_changes_the_group_and_focus_is_seen(browser, page):
+def test_the_keyboard_changes_the_group_and_focus_is_visible(browser, page):
     browser.open(page, 1200)
     shown = "[...document.querySelectorAll('caption')].filter(e => e.offsetParent).map(e => e.textContent)"
     assert browser.evaluate(shown) == ["no link limit, 2 ranks"]
@@ -92,7 +92,7 @@ def test_the_keyboard_changes_the_group_and_focus_is_seen(browser, page):
     assert browser.evaluate(charts) == ["headroom-3", "stack-3", "speed-up-4", "error-4", "loss-4"]
 
 
-def test_the_numbers_that_are_seen_are_those_of_the_records(browser, page):
+def test_visible_numbers_are_those_of_the_records(browser, page):
     browser.open(page, 1200)
     (exact,) = [row for row in summarise(runs(ranks=(2, 4), repeats=2)).groups[0].rows if row.hook == "exact"]
     seen = browser.evaluate("document.querySelector('tbody tr').innerText").split()

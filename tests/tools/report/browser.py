@@ -22,7 +22,7 @@ WIDTHS = {"desk": 1200, "tablet": 700, "phone": 360, "small phone": 320}
 
 
 class Browser:
-    """One tab. `call` runs a command of the DevTools protocol; what the page does by itself gathers in `events`."""
+    """One tab. `call` runs a command of the DevTools protocol; events of the page are collected in `events`."""
 
     def __init__(self, profile):
         program = next(filter(None, map(shutil.which, NAMES)), None)
@@ -73,7 +73,7 @@ class Browser:
             self.events.append(message)
 
     def open(self, path, width, height=900, scheme="light"):
-        """Load a file as a screen of this width and colour scheme would, and forget what went before."""
+        """Load a file on a screen of this width and colour scheme, and forget earlier events."""
         phone = width < 600
         self.call(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1 + phone, mobile=phone
@@ -101,12 +101,12 @@ class Browser:
         path.write_bytes(base64.b64decode(shot["data"]))
 
     def requests(self):
-        """Every address the page has asked for."""
+        """Every address that the page has requested."""
         sent = [event for event in self.events if event.get("method") == "Network.requestWillBeSent"]
         return [event["params"]["request"]["url"] for event in sent]
 
     def complaints(self):
-        """What was logged or thrown."""
+        """Everything that was logged or thrown."""
         kinds = ("Log.entryAdded", "Runtime.consoleAPICalled", "Runtime.exceptionThrown")
         return [event for event in self.events if event.get("method") in kinds]
 
@@ -116,14 +116,14 @@ class Browser:
             ready, _, _ = select.select([self._read], [], [], max(0, deadline - time.monotonic()))
             assert ready, "chromium does not answer"
             got = os.read(self._read, 1 << 16)
-            assert got, "chromium has gone"
+            assert got, "chromium has exited"
             self._rest += got
         message, _, self._rest = self._rest.partition(b"\0")
         return json.loads(message)
 
 
 def _high_pipe():
-    """Ends above 9, so that neither is in the way of 3 and 4."""
+    """A pipe whose file descriptors are above 9, so that they cannot collide with 3 and 4."""
     ends = []
     for end in os.pipe():
         ends.append(fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10))
