@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent
 NAME = r"(?<!from )(?<!import )(?<!::: )(?<!-m )(?<![\w./-])gradwire(?:\.[A-Za-z_]\w*)+"
 MODULES = {"gradwire.testing.contracts"}
 """Named as what to import."""
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("benchmarks/results/*.md"))]
 
 RESOLVE = """
 import json, pkgutil, sys
@@ -44,7 +44,7 @@ def test_every_name_resolves_and_submodules_load_only_when_asked_for():
         "paths": [*found(r"^::: (\S+)$"), *MODULES],
     }
     assert "gradwire.optim.step_in_backward" in asked["names"]
-    assert "from gradwire.advisor import Link, predict" in asked["imports"]
+    assert "from gradwire.advisor import Link, measure_compute, predict" in asked["imports"]
     assert "gradwire.Hook" in asked["paths"]
     done = subprocess.run(
         [sys.executable, "-c", RESOLVE], input=json.dumps(asked), capture_output=True, text=True, timeout=100
