@@ -11,7 +11,7 @@ from gradwire.engine.verify import fingerprint
 from gradwire.errors import RegisterError, SpecError, StateError
 from gradwire.optim import LocalSGD, PeriodicModelAverager, PostLocalSGDOptimizer
 
-from .local_kit import Net, on_ranks, train, values
+from ..kit.local import Net, on_ranks, train, values
 
 
 def test_averages_when_it_is_time():

@@ -14,7 +14,7 @@ from gradwire.errors import ExchangeError
 from gradwire.exchanges import Exact
 from gradwire.optim import DiLoCo, LocalSGD
 
-from .local_kit import SPECS, Net, on_ranks, simulated, train, values
+from ..kit.local import SPECS, Net, on_ranks, simulated, train, values
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -113,6 +113,9 @@ class Held(Exact):
     """Averages when told to."""
 
     go: threading.Event = field(default_factory=threading.Event)
+
+    def __str__(self):
+        return "held"
 
     def mean_(self, bucket, comm, residual=None):
         assert self.go.wait(20)

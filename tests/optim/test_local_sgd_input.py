@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.errors import RegisterError, SpecError, StateError
 from gradwire.optim import DiLoCo, LocalSGD
 
-from .local_kit import Net, on_ranks, train
+from ..kit.local import Net, on_ranks, train
 
 
 def _another(**changes):

@@ -8,7 +8,7 @@ import torch
 from gradwire.errors import RegisterError
 from gradwire.optim import DiLoCo, LocalSGD
 
-from .local_kit import SPECS, Net, on_ranks, train, values
+from ..kit.local import SPECS, Net, on_ranks, train, values
 
 
 @pytest.mark.parametrize("spec", SPECS)

@@ -13,16 +13,10 @@ from gradwire.auto.pilot import TURN_STEPS, WARM_STEPS
 from gradwire.auto.trial import MOST_ROUNDS
 from gradwire.exchanges import Coded, Exact, Exchange, Noop
 
-from . import models
-from .kit import ALL_SIZES, AVERAGING, FEEDBACK, SPECS, UNEVEN, Ranks, check
-from .models import batch, seeded
-from .trial import Trial, assert_near, loss, raised, residuals, same_everywhere
-
-
-def steps(ranks: Ranks, trial: Trial, first: int = 0, count: int = 3) -> Trial:
-    for step in range(first, first + count):
-        trial.step(batch(ranks.rank, step))
-    return trial
+from ..kit import models
+from ..kit.models import batch, seeded
+from ..kit.ranks import AVERAGING, FEEDBACK, MAIN, SPECS, Ranks, on_ranks
+from ..kit.trial import Trial, assert_near, loss, raised, residuals, same_everywhere
 
 
 def sent_bytes(exchange: Exchange, bucket: Bucket, size: int) -> float | None:
@@ -41,9 +35,9 @@ def sent_bytes(exchange: Exchange, bucket: Bucket, size: int) -> float | None:
     return 2 * exchange.plan(bucket, size).wire_bytes * (size - 1)
 
 
-@check(sizes=ALL_SIZES, specs=SPECS)
-def stats_count_what_is_sent(ranks: Ranks) -> None:
-    trial = steps(ranks, Trial(ranks, seeded(models.Deep, 3)))
+@on_ranks(1, 2, 4, thorough=(3,), specs=SPECS)
+def test_stats_count_what_is_sent(ranks: Ranks) -> None:
+    trial = Trial(ranks, seeded(models.Deep, 3)).steps(3)
     stats = trial.hook.stats()
     layout = trial.hook.layouts[0]
     flat = torch.empty(sum(segment.numel for segment in layout))
@@ -57,33 +51,33 @@ def stats_count_what_is_sent(ranks: Ranks) -> None:
     assert trial.hook.steps == 3
 
 
-@check()
-def evaluation_is_no_step(ranks: Ranks) -> None:
-    trial = steps(ranks, Trial(ranks, seeded(models.Deep, 3)))
+@on_ranks(2, specs=MAIN)
+def test_evaluation_does_not_count_as_a_step(ranks: Ranks) -> None:
+    trial = Trial(ranks, seeded(models.Deep, 3)).steps(3)
     with torch.no_grad():
         trial.model.eval()(batch(ranks.rank, 3))
     assert trial.hook.steps == 3
 
 
-@check(sizes=ALL_SIZES, specs=SPECS)
-def verify_after_training(ranks: Ranks) -> None:
-    trial = steps(ranks, Trial(ranks, seeded(models.Deep, 6), bucket_cap_mb=0.002))
+@on_ranks(1, 2, 4, thorough=(3,), specs=SPECS)
+def test_verify_after_training(ranks: Ranks) -> None:
+    trial = Trial(ranks, seeded(models.Deep, 6), bucket_cap_mb=0.002).steps(3)
     found = trial.hook.verify()
     assert (found.hook, found.steps) == (ranks.spec, 3)
     assert found.identical == (ranks.size == 1 or ranks.spec != "noop")
     if ranks.size > 1 and ranks.spec != "noop":
         assert 0 <= found.error <= found.bound
-    steps(ranks, trial, 3, 2)
+    trial.steps(2, first=3)
 
 
-@check(sizes=(1, 2))
-def verify_before_any_step(ranks: Ranks) -> None:
+@on_ranks(1, 2, specs=MAIN)
+def test_verify_before_the_first_step_raises(ranks: Ranks) -> None:
     hook = ranks.register(ranks.wrap(seeded(models.Deep, 3)))
     assert "has not run" in raised(VerifyError, hook.verify)
 
 
-@check()
-def verify_without_the_ddp_module(ranks: Ranks) -> None:
+@on_ranks(2, specs=MAIN)
+def test_verify_finds_that_ddp_was_bypassed(ranks: Ranks) -> None:
     """Training `model.module` goes past the hook: verify must say so."""
     model = ranks.wrap(seeded(models.Deep, 3))
     hook = ranks.register(model)
@@ -91,9 +85,9 @@ def verify_without_the_ddp_module(ranks: Ranks) -> None:
     assert "model.module" in raised(VerifyError, hook.verify)
 
 
-@check(sizes=UNEVEN, specs=AVERAGING)
-def verify_finds_a_parameter_changed_by_hand(ranks: Ranks) -> None:
-    trial = steps(ranks, Trial(ranks, seeded(models.Deep, 3)))
+@on_ranks(2, thorough=(3,), specs=AVERAGING)
+def test_verify_finds_a_parameter_changed_by_hand(ranks: Ranks) -> None:
+    trial = Trial(ranks, seeded(models.Deep, 3)).steps(3)
     changed = trial.model.module.layers[1].bias
     if ranks.rank == ranks.size - 1:
         with torch.no_grad():
@@ -103,37 +97,37 @@ def verify_finds_a_parameter_changed_by_hand(ranks: Ranks) -> None:
     assert "1 parameter" in text
 
 
-@check(sizes=UNEVEN, specs=SPECS)
-def switching_between_steps(ranks: Ranks) -> None:
+@on_ranks(2, thorough=(3,), specs=SPECS)
+def test_switch_between_steps(ranks: Ranks) -> None:
     trial = Trial(ranks, seeded(models.Deep, 6), bucket_cap_mb=0.002, register={"spec": "exact"})
-    steps(ranks, trial, 0, 2)
+    trial.steps(2)
     trial.hook.switch(ranks.spec)
     assert trial.hook.stats().hook == ranks.spec
-    steps(ranks, trial, 2, 2)
+    trial.steps(2, first=2)
     assert (trial.hook.stats().steps, trial.hook.steps) == (2, 4)
     if ranks.spec != "noop":
         trial.hook.switch("bf16:shots=two")
-        trial.debt = 3 * ranks.exchange.bound(ranks.size) if ranks.exchange.takes_residual else 0.0
-        steps(ranks, trial, 4, 1)
-        trial.debt = 0.0  # paid
-        steps(ranks, trial, 5, 1)
+        trial.pending = 3 * ranks.exchange.bound(ranks.size) if ranks.exchange.takes_residual else 0.0
+        trial.steps(1, first=4)
+        trial.pending = 0.0  # the residual has been applied
+        trial.steps(1, first=5)
         trial.hook.switch(ranks.spec)
         assert trial.hook.verify().steps == 6
 
 
-@check(sizes=UNEVEN)
-def ranks_that_switch_to_different_hooks(ranks: Ranks) -> None:
-    trial = steps(ranks, Trial(ranks, seeded(models.Deep, 3)))
+@on_ranks(2, thorough=(3,), specs=MAIN)
+def test_switch_to_different_hooks_raises(ranks: Ranks) -> None:
+    trial = Trial(ranks, seeded(models.Deep, 3)).steps(3)
     text = raised(RegisterError, lambda: trial.hook.switch("fp16" if ranks.rank == 0 else "exact"))
     assert "rank 0 'fp16'" in text
     assert "rank 1 'exact'" in text
-    steps(ranks, trial, 3, 1)
+    trial.steps(1, first=3)
 
 
-@check(sizes=(2, 3, 4), specs=FEEDBACK)
-def feedback_loses_nothing(ranks: Ranks) -> None:
+@on_ranks(2, 4, thorough=(3,), specs=FEEDBACK)
+def test_feedback_conserves_gradients(ranks: Ranks) -> None:
     """What was averaged plus what is kept is what came in, over all steps, buckets cut anew included."""
-    trial = steps(ranks, Trial(ranks, seeded(models.Deep, 6), bucket_cap_mb=0.002), 0, 5)
+    trial = Trial(ranks, seeded(models.Deep, 6), bucket_cap_mb=0.002).steps(5)
     lost = sum(trial.means) - sum(trial.emitted)
     kept = residuals(trial.hook)
     names = [name for name, _ in trial.model.module.named_parameters()]
@@ -143,9 +137,9 @@ def feedback_loses_nothing(ranks: Ranks) -> None:
     assert float((mean - lost).norm()) < 0.1 * float(lost.norm())
 
 
-@check(sizes=(2, 3, 4), specs=FEEDBACK)
-def switching_feedback_off_pays_what_is_owed(ranks: Ranks) -> None:
-    trial = steps(ranks, Trial(ranks, seeded(models.Deep, 6), bucket_cap_mb=0.002), 0, 4)
+@on_ranks(2, 4, thorough=(3,), specs=FEEDBACK)
+def test_switching_feedback_off_applies_the_residual(ranks: Ranks) -> None:
+    trial = Trial(ranks, seeded(models.Deep, 6), bucket_cap_mb=0.002).steps(4)
     lost = float((sum(trial.means) - sum(trial.emitted)).norm())
     trial.hook.switch("exact")
     local = trial.local(batch(ranks.rank, 4))
@@ -157,12 +151,12 @@ def switching_feedback_off_pays_what_is_owed(ranks: Ranks) -> None:
     assert not residuals(trial.hook)
     trial.optimizer.step()
     same_everywhere(trial.params, ranks.group)
-    steps(ranks, trial, 5, 2)
+    trial.steps(2, first=5)
 
 
-@check(sizes=(1, 2))
-def closing(ranks: Ranks) -> None:
-    trial = steps(ranks, Trial(ranks, seeded(models.Deep, 3)))
+@on_ranks(1, 2, specs=MAIN)
+def test_close(ranks: Ranks) -> None:
+    trial = Trial(ranks, seeded(models.Deep, 3)).steps(3)
     assert not trial.hook.closed
     trial.hook.close()
     trial.hook.close()
@@ -177,10 +171,10 @@ def engine_threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name.startswith("gradwire-")}
 
 
-@check(specs=("exact", "bf16:shots=two"))
-def threads_end_with_the_model(ranks: Ranks) -> None:
+@on_ranks(2, specs=("exact", "bf16:shots=two"))
+def test_threads_end_with_the_model(ranks: Ranks) -> None:
     before = engine_threads()
-    trial = steps(ranks, Trial(ranks, seeded(models.Deep, 3)))
+    trial = Trial(ranks, seeded(models.Deep, 3)).steps(3)
     started = engine_threads() - before
     assert started
     ranks.hooks.clear()
@@ -191,8 +185,8 @@ def threads_end_with_the_model(ranks: Ranks) -> None:
     assert not started & engine_threads(), "threads outlive their model"
 
 
-@check(sizes=UNEVEN)
-def is_last_comes_once_and_last(ranks: Ranks) -> None:
+@on_ranks(2, thorough=(3,), specs=MAIN)
+def test_is_last_is_set_on_the_last_bucket_only(ranks: Ranks) -> None:
     """An 11-layer model, as in torch's own test."""
     trial = Trial(ranks, seeded(models.Deep, 11), bucket_cap_mb=0.001)
     seen: list[tuple[int, bool]] = []
@@ -206,8 +200,8 @@ def is_last_comes_once_and_last(ranks: Ranks) -> None:
     assert len(seen) >= 11
 
 
-@check(sizes=(2, 3), specs=("exact",))
-def auto_picks_one_for_all(ranks: Ranks) -> None:
+@on_ranks(2, thorough=(3,), specs=("exact",))
+def test_auto_picks_the_same_hook_on_all_ranks(ranks: Ranks) -> None:
     model = ranks.wrap(seeded(models.Deep, 3), bucket_cap_mb=0.002)
     hook = ranks.register(model, "auto", hooks=["bf16", "int8"], max_error=0.05)
     for step in range(WARM_STEPS + 3 + 3 * (1 + MOST_ROUNDS * TURN_STEPS)):  # if none of the three drops out early

@@ -1,4 +1,4 @@
-"""A hooked model whose every step is compared with the mean of the gathered local gradients, in float64."""
+"""A model with a hook. Every step is compared with the mean of all ranks' local gradients in float64."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from torch import Tensor, nn
 
 import gradwire
 
-from .kit import Ranks
+from .models import WIDTH, batch
+from .ranks import Ranks
 
 Grads = Sequence[Tensor | None]
 
 
 class Trial:
-    """`step` trains on some batches, and compares gradients and replicas. `twin` works out the local gradients."""
+    """Trains, and compares gradients and replicas. A copy of the model, `twin`, computes the local gradients."""
 
     def __init__(
         self,
@@ -33,6 +34,7 @@ class Trial:
         **ddp: Any,
     ) -> None:
         """`model` is DDP over the module, where it is there already; `register` are options of the hook."""
+        self.rank = ranks.rank
         self.group = group or ranks.group
         self.twin = copy.deepcopy(module)
         self.model = model or ranks.wrap(module, process_group=self.group, **ddp)
@@ -40,7 +42,7 @@ class Trial:
         self.hook = ranks.register(self.model, **(register or {}))
         self.optimizer = torch.optim.SGD(self.params, lr=lr)
         self.rms: dict[torch.dtype, float] = {}
-        self.debt = 0.0  # what an exchange before the present one may still owe, like a bound
+        self.pending = 0.0  # a bound for the residual that an exchange before the present one has left
         self.emitted: list[Tensor] = []
         self.means: list[Tensor] = []
 
@@ -52,8 +54,16 @@ class Trial:
     def grads(self) -> Grads:
         return [param.grad for param in self.params]
 
+    def steps(self, count: int, *, first: int = 0, width: int = WIDTH) -> Trial:
+        """Train on this rank's own batches of some steps, and count the steps."""
+        before = self.hook.steps
+        for step in range(first, first + count):
+            self.step(batch(self.rank, step, width))
+        assert self.hook.steps == before + count
+        return self
+
     def step(self, *batches: Any) -> None:
-        """Accumulate over the batches without synchronising, all but the last, and compare the outcome."""
+        """Train on batches, of which only the last one is synchronised, and compare the gradients."""
         local = self.local(*batches)
         self.backward(*batches)
         self.compare(local)
@@ -61,22 +71,22 @@ class Trial:
 
     def backward(self, *batches: Any) -> None:
         self.optimizer.zero_grad()
-        for number, batch in enumerate(batches, 1):
+        for number, inputs in enumerate(batches, 1):
             with nullcontext() if number == len(batches) else self.model.no_sync():
-                loss(self.forward(batch)).backward()
+                loss(self.forward(inputs)).backward()
 
     def local(self, *batches: Any) -> Grads:
-        """This rank's own gradients, worked out beside DDP."""
+        """This rank's own gradients, computed without DDP."""
         self.twin.zero_grad()
         with torch.no_grad():
             for mine, theirs in zip(self.twin.parameters(), self.model.parameters(), strict=True):
                 mine.copy_(theirs)
-        for batch in batches:
-            loss(self.twin(batch)).backward()
+        for inputs in batches:
+            loss(self.twin(inputs)).backward()
         return [param.grad for param in self.twin.parameters() if param.requires_grad]
 
     def compare(self, local: Grads) -> None:
-        """The model's gradients are what the exchange promises for these local ones, and the same on all ranks."""
+        """Compare the model's gradients with the mean of these local ones, and between ranks."""
         params, grads = self.params, self.grads
         dtypes = sorted({param.dtype for param in params}, key=str)
         used = torch.tensor([grad is not None for grad in local]).double()
@@ -101,10 +111,10 @@ class Trial:
         self.means.append(mean)
 
     def _tolerance(self, dtype: torch.dtype) -> float:
-        """With feedback a step emits its own mean, more what the last one lost, less what this one loses."""
+        """With feedback, the residual of the step before is added, and that of this step is kept back."""
         exchange, size = self.hook.exchange, self.group.size()
         factor = 3 if exchange.takes_residual and self.hook.steps > 1 else 1
-        return factor * (exchange.bound(size) + size * torch.finfo(dtype).eps) + self.debt
+        return factor * (exchange.bound(size) + size * torch.finfo(dtype).eps) + self.pending
 
 
 def loss(out: Tensor) -> Tensor:
@@ -151,11 +161,11 @@ def same_everywhere(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None
 
 
 def train(model: nn.Module, batches: Iterable[Any], lr: float = 1e-3) -> None:
-    """Plain training, nothing compared."""
+    """Train without comparing anything."""
     optimizer = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=lr)
-    for batch in batches:
+    for inputs in batches:
         optimizer.zero_grad()
-        loss(model(batch)).backward()
+        loss(model(inputs)).backward()
         optimizer.step()
 
 
@@ -169,5 +179,5 @@ def raised(kind: type[BaseException] | tuple[type[BaseException], ...], run: Cal
 
 
 def residuals(hook: gradwire.Hook) -> dict[str, Tensor]:
-    """What error feedback keeps, by parameter."""
+    """What error feedback keeps, for each parameter."""
     return hook.state_dict()["residuals"]  # type: ignore[no-any-return]

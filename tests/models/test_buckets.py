@@ -13,11 +13,10 @@ from gradwire import RegisterError
 from gradwire.exchanges.base import DEFAULT_BUCKETS
 from gradwire.models.buckets import SMALLEST_BYTES
 
-from . import models
-from .kit import UNEVEN, Ranks, check
-from .models import batch, seeded
-from .modes import Checkpointed, steps
-from .trial import Trial, loss, raised, same_everywhere, train
+from ..kit import models
+from ..kit.models import batch, seeded
+from ..kit.ranks import Ranks, on_ranks
+from ..kit.trial import Trial, loss, raised, same_everywhere, train
 
 SOME = ("exact", "int8", "int2:feedback=true,exempt=none", "powersgd:rank=1,min_compression=0.5")
 ONE = ("exact",)
@@ -27,45 +26,45 @@ WIDE = 1100
 
 
 def small(ranks: Ranks, module: nn.Module, count: int = 3, **ddp: object) -> Trial:
-    trial = steps(ranks, Trial(ranks, module, register=SMALL, **ddp), count)
+    trial = Trial(ranks, module, register=SMALL, **ddp).steps(count)
     assert len(trial.hook.layouts) > 2
     return trial
 
 
-@check(sizes=UNEVEN, specs=SOME)
-def smaller_than_ddp_made(ranks: Ranks) -> None:
+@on_ranks(2, thorough=(3,), specs=SOME)
+def test_smaller_buckets(ranks: Ranks) -> None:
     small(ranks, seeded(models.Deep, 6))
 
 
-@check(specs=SOME)
-def other_than_the_user_gave_ddp(ranks: Ranks) -> None:
+@on_ranks(2, specs=SOME)
+def test_other_buckets_than_the_user_gave_ddp(ranks: Ranks) -> None:
     small(ranks, seeded(models.Deep, 6), bucket_cap_mb=1)
     small(ranks, seeded(models.Deep, 6), bucket_cap_mb_list=[0.1, 0.2])
-    large = steps(ranks, Trial(ranks, seeded(models.Deep, 6), bucket_cap_mb=0.002, register={"bucket_mb": 1}), 3)
+    large = Trial(ranks, seeded(models.Deep, 6), bucket_cap_mb=0.002, register={"bucket_mb": 1}).steps(3)
     assert len(large.hook.layouts) == 1
 
 
-@check(specs=SOME)
-def with_gradients_as_views(ranks: Ranks) -> None:
+@on_ranks(2, specs=SOME)
+def test_small_buckets_with_gradients_as_views(ranks: Ranks) -> None:
     trial = small(ranks, seeded(models.Deep, 6), gradient_as_bucket_view=True)
     trial.step(*(batch(ranks.rank, 10 + part) for part in range(2)))
 
 
-@check(specs=SOME)
-def with_unused_parameters(ranks: Ranks) -> None:
+@on_ranks(2, specs=SOME)
+def test_small_buckets_with_unused_parameters(ranks: Ranks) -> None:
     module = seeded(models.Picky, 6)
     module.use = (0, 2) if ranks.rank else (0, 1)
     small(ranks, module, find_unused_parameters=True)
 
 
-@check(specs=SOME)
-def with_a_static_graph(ranks: Ranks) -> None:
+@on_ranks(2, specs=SOME)
+def test_small_buckets_with_a_static_graph(ranks: Ranks) -> None:
     small(ranks, seeded(models.Reusing, 6), static_graph=True)
-    small(ranks, seeded(Checkpointed, 6), static_graph=True)
+    small(ranks, seeded(models.Checkpointed, 6), static_graph=True)
 
 
-@check(specs=SOME)
-def with_ignored_and_frozen_parameters(ranks: Ranks) -> None:
+@on_ranks(2, specs=SOME)
+def test_small_buckets_with_ignored_and_frozen_parameters(ranks: Ranks) -> None:
     module = seeded(models.Deep, 6)
     DDP._set_params_and_buffers_to_ignore_for_model(module, ["layers.1.weight", "layers.1.bias"])
     for name in ("weight", "bias"):
@@ -73,13 +72,13 @@ def with_ignored_and_frozen_parameters(ranks: Ranks) -> None:
     small(ranks, module)
 
 
-@check(specs=SOME)
-def with_buffers(ranks: Ranks) -> None:
-    steps(ranks, Trial(ranks, seeded(models.Normed), register=SMALL))
+@on_ranks(2, specs=SOME)
+def test_small_buckets_with_buffers(ranks: Ranks) -> None:
+    Trial(ranks, seeded(models.Normed), register=SMALL).steps(2)
 
 
-@check(specs=ONE)
-def not_once_a_step_has_begun(ranks: Ranks) -> None:
+@on_ranks(2, specs=ONE)
+def test_new_buckets_after_a_forward_pass_are_refused(ranks: Ranks) -> None:
     """The old reducer may be waiting for gradients, and knows a static graph."""
     for ddp in ({}, {"static_graph": True}):
         model = ranks.wrap(seeded(models.Deep, 3, WIDE), **ddp)
@@ -92,8 +91,8 @@ def not_once_a_step_has_begun(ranks: Ranks) -> None:
         same_everywhere([param.grad for param in model.parameters()], ranks.group)
 
 
-@check(specs=ONE)
-def not_where_parameters_were_frozen_since(ranks: Ranks) -> None:
+@on_ranks(2, specs=ONE)
+def test_new_buckets_with_newly_frozen_parameters_are_refused(ranks: Ranks) -> None:
     """DDP goes on averaging them, should they be of use again."""
     module = seeded(models.Deep, 3, WIDE)
     model = ranks.wrap(module, find_unused_parameters=True)
@@ -105,23 +104,23 @@ def not_where_parameters_were_frozen_since(ranks: Ranks) -> None:
     same_everywhere([module.layers[0].weight.grad], ranks.group)
 
 
-@check(specs=ONE)
-def in_inference_mode(ranks: Ranks) -> None:
+@on_ranks(2, specs=ONE)
+def test_new_buckets_in_inference_mode(ranks: Ranks) -> None:
     model = ranks.wrap(seeded(models.Deep, 6))
     with torch.inference_mode():
         ranks.register(model, "exact", **SMALL)
     train(model, (batch(ranks.rank, step) for step in range(2)))
 
 
-@check(specs=ONE)
-def of_any_size(ranks: Ranks) -> None:
+@on_ranks(2, specs=ONE)
+def test_buckets_of_any_size(ranks: Ranks) -> None:
     for size, buckets in ((1e-9, 12), (1e30, 1), (2 if ranks.rank else 2.0, 1)):
-        trial = steps(ranks, Trial(ranks, seeded(models.Deep, 6), register={"bucket_mb": size}), 2)
+        trial = Trial(ranks, seeded(models.Deep, 6), register={"bucket_mb": size}).steps(2)
         assert len(trial.hook.layouts) == buckets
 
 
-@check(specs=ONE)
-def nothing_is_left_of_the_old_reducer(ranks: Ranks) -> None:
+@on_ranks(2, specs=ONE)
+def test_old_reducer_is_freed(ranks: Ranks) -> None:
     """It would answer to the same gradients."""
     model = ranks.wrap(seeded(models.Deep, 6))
     old = model.reducer
@@ -130,11 +129,11 @@ def nothing_is_left_of_the_old_reducer(ranks: Ranks) -> None:
     assert sys.getrefcount(old) == 2
 
 
-@check(sizes=(1, 2), specs=ONE)
-def smaller_ones_by_default(ranks: Ranks) -> None:
+@on_ranks(1, 2, specs=ONE)
+def test_smaller_buckets_by_default(ranks: Ranks) -> None:
     """On the CPU, where DDP was not told a size and there is somebody to send them to."""
     model = ranks.wrap(seeded(models.Deep, 3, WIDE))
-    trial = steps(ranks, Trial(ranks, model.module, model=model), 2, width=WIDE)
+    trial = Trial(ranks, model.module, model=model).steps(2, width=WIDE)
     assert model.bucket_bytes_cap == (25 << 20 if ranks.size == 1 else SMALLEST_BYTES)
     assert len(trial.hook.layouts) == (2 if ranks.size == 1 else 3)
     for spec, ddp in (("exact", {"bucket_cap_mb": 25}), ("powersgd:rank=1", {})):
@@ -143,8 +142,8 @@ def smaller_ones_by_default(ranks: Ranks) -> None:
         assert told.bucket_bytes_cap == 25 << 20
 
 
-@check(specs=("bf16", "exact"))
-def eighths_of_a_large_model(ranks: Ranks) -> None:
+@on_ranks(2, specs=("bf16", "exact"))
+def test_default_buckets_of_a_large_model(ranks: Ranks) -> None:
     """Quarters where nothing is encoded; `auto` starts with such a hook, but cuts for those that it may choose."""
     module = nn.ParameterList([torch.zeros(1 << 20) for _ in range(16)])
     model = ranks.wrap(module)
@@ -155,8 +154,8 @@ def eighths_of_a_large_model(ranks: Ranks) -> None:
     assert chosen.bucket_bytes_cap == (64 << 20) // DEFAULT_BUCKETS
 
 
-@check(specs=("bf16",))
-def of_what_ddp_averages(ranks: Ranks) -> None:
+@on_ranks(2, specs=("bf16",))
+def test_default_buckets_do_not_count_ignored_parameters(ranks: Ranks) -> None:
     """Not of the parameters it was told to ignore."""
     module = seeded(models.Deep, 8, WIDE)
     ignored = [name for name, _ in module.named_parameters() if int(name.split(".")[1]) >= 4]
@@ -166,16 +165,16 @@ def of_what_ddp_averages(ranks: Ranks) -> None:
     assert model.bucket_bytes_cap == SMALLEST_BYTES
 
 
-@check(specs=ONE)
-def one_bucket_stays_one(ranks: Ranks) -> None:
+@on_ranks(2, specs=ONE)
+def test_model_of_one_bucket_keeps_its_reducer(ranks: Ranks) -> None:
     model = ranks.wrap(seeded(models.Deep, 2))
     old = model.reducer
     ranks.register(model)
     assert model.reducer is old
 
 
-@check(specs=ONE)
-def a_torch_that_is_made_otherwise(ranks: Ranks) -> None:
+@on_ranks(2, specs=ONE)
+def test_unknown_torch_keeps_its_buckets(ranks: Ranks) -> None:
     module = seeded(models.Deep, 6)
     model = ranks.wrap(module)
     cap = model.bucket_bytes_cap
@@ -183,4 +182,4 @@ def a_torch_that_is_made_otherwise(ranks: Ranks) -> None:
     text = raised(RegisterError, lambda: gradwire.register(model, "exact", **SMALL))
     assert "bucket_cap_mb" in text
     assert model.bucket_bytes_cap == cap
-    steps(ranks, Trial(ranks, module, model=model))
+    Trial(ranks, module, model=model).steps(2)

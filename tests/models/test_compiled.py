@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from . import models
-from .kit import Ranks, check
-from .models import batch, seeded
-from .trial import Trial
+from ..kit import models
+from ..kit.models import batch, seeded
+from ..kit.ranks import Ranks, on_ranks
+from ..kit.trial import Trial
 
 
-@check(specs=("exact", "noop", "fp16", "bf16", "int8", "int4:exempt=none"))
-def a_compiled_module_in_ddp(ranks: Ranks) -> None:
+@on_ranks(2, specs=("exact", "noop", "fp16", "bf16", "int8", "int4:exempt=none"))
+def test_compiled_module_in_ddp(ranks: Ranks) -> None:
     torch.compiler.reset()
     module = seeded(models.Deep, 2, 512)
     model = ranks.wrap(torch.compile(module, backend="eager"), bucket_cap_mb=1)
@@ -22,8 +22,8 @@ def a_compiled_module_in_ddp(ranks: Ranks) -> None:
     assert len(trial.hook.layouts) >= 2
 
 
-@check(specs=("exact", "noop", "fp16", "bf16", "int8", "int4:exempt=none"))
-def ddp_compiled_as_a_whole(ranks: Ranks) -> None:
+@on_ranks(2, specs=("exact", "noop", "fp16", "bf16", "int8", "int4:exempt=none"))
+def test_compiled_ddp(ranks: Ranks) -> None:
     """torch cuts the graph at DDP's bucket borders."""
     torch.compiler.reset()
     trial = Trial(ranks, seeded(models.Deep, 2, 512), bucket_cap_mb=1)

@@ -1,4 +1,4 @@
-"""More of what the ranks of the step-in-backward tests run: what is around it in a training script, and refusals."""
+"""Stepping in backward inside a training script: checkpoints, hooks, uneven inputs; and what is refused."""
 
 import copy
 import time
@@ -12,30 +12,33 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from gradwire.errors import RegisterError
 from gradwire.optim import step_in_backward
 
-from ..ddp.models import Deep, batch, seeded
-from ..ddp.trial import loss
-from .in_backward_workers import SMALL, Run, adamw, momentum, same, steps
+from ..kit.models import Deep, batch, seeded
+from ..kit.ranks import on_ranks
+from ..kit.trial import loss
+from .runs import SMALL, Run, adamw, momentum, same, steps
 
 
-def checkpoint(rank, size):
+@on_ranks(2)
+def test_checkpoint(ranks):
     """A checkpoint is the optimizer's own, and goes on with or without stepping in backward."""
     whole = Run(seeded(Deep, 3), adamw, True)
-    steps(rank, 3)(whole)
+    steps(ranks.rank, 3)(whole)
     module, saved = copy.deepcopy(whole.model.module), copy.deepcopy(whole.optimizer.state_dict())
-    whole.step(batch(rank, 9))
+    whole.step(batch(ranks.rank, 9))
     for inside in (True, False):
         resumed = Run(module, adamw, inside)
         resumed.optimizer.load_state_dict(copy.deepcopy(saved))
-        resumed.step(batch(rank, 9))
+        resumed.step(batch(ranks.rank, 9))
         same(whole.values(), resumed.values())
 
 
-def closing(rank, size):
+@on_ranks(2)
+def test_close(ranks):
     """After close() the optimizer steps after backward; and it can be begun again."""
     plain, run = Run(seeded(Deep, 3), adamw, False), Run(seeded(Deep, 3), adamw, True)
     for turn in range(4):
-        plain.step(batch(rank, turn))
-        run.step(batch(rank, turn))
+        plain.step(batch(ranks.rank, turn))
+        run.step(batch(ranks.rank, turn))
         same(plain.values(), run.values())
         if turn == 0:
             run.inside.close()
@@ -46,29 +49,32 @@ def closing(rank, size):
     assert run.inside.steps == 1
 
 
-def step_hooks(rank, size):
+@on_ranks(2)
+def test_hooks_of_the_optimizer_run_once_per_step(ranks):
     """Hooks of the optimizer run once a step, as ever."""
     run, told = Run(seeded(Deep, 3), adamw, True, **SMALL), []
     run.optimizer.register_step_pre_hook(lambda *_: told.append("pre"))
     run.optimizer.register_step_post_hook(lambda *_: told.append("post"))
-    steps(rank, 2)(run)
+    steps(ranks.rank, 2)(run)
     assert told == ["pre", "post"] * 2
 
 
-def join(rank, size):
+@on_ranks(2)
+def test_uneven_inputs(ranks):
     """Ranks with fewer batches end up where the others do."""
     runs = [Run(seeded(Deep, 3), momentum, inside) for inside in (False, True)]
     for run in runs:
         with Join([run.model]):
-            steps(rank, 2 + rank)(run)
+            steps(ranks.rank, 2 + ranks.rank)(run)
     for mine, other in zip(*(run.model.parameters() for run in runs), strict=True):
         assert torch.equal(mine, other)
 
 
-def beside_backward(rank, size):
+@on_ranks(2)
+def test_last_layers_are_stepped_during_backward(ranks):
     """The last layers are stepped, and their own gradients let go, while backward is still at the first."""
     run = Run(seeded(Deep, 6), momentum, True, set_to_none=True, **SMALL)
-    run.step(batch(rank, 0))
+    run.step(batch(ranks.rank, 0))
     last, seen = run.model.module.layers[-1].weight, []
     version = last._version
 
@@ -79,23 +85,24 @@ def beside_backward(rank, size):
         seen.append((last._version > version, last.grad.untyped_storage().nbytes() > last.nbytes))
 
     run.model.module.layers[0].weight.register_hook(wait)
-    run.step(batch(rank, 1))
+    run.step(batch(ranks.rank, 1))
     assert seen == [(True, True)]
 
 
 # -- refusals --------------------------------------------------------------------------------------------------------
 
 
-def misuse(rank, size):
+@on_ranks(2)
+def test_misuse_is_refused(ranks):
     """What came too late to have an effect is an error, never silence."""
 
     def refused(match, act, spec="exact", scale=1.0):
         run = Run(seeded(Deep, 2), momentum, True, spec)
-        (scale * loss(run.model(batch(rank, 0)))).backward()
+        (scale * loss(run.model(batch(ranks.rank, 0)))).backward()
         with pytest.raises(RegisterError, match=match):
             act(run)
 
-    refused("second backward pass", lambda run: loss(run.model(batch(rank, 1))).backward())
+    refused("second backward pass", lambda run: loss(run.model(batch(ranks.rank, 1))).backward())
     refused("closure", lambda run: run.optimizer.step(lambda: 0.0))
 
     def clip(run):
@@ -108,11 +115,12 @@ def misuse(rank, size):
     scaler.scale(torch.ones(1))
     refused("GradScaler", lambda run: scaler.step(run.optimizer))
     off = Run(seeded(Deep, 2), momentum, True)
-    loss(off.model(batch(rank, 0))).backward()
+    loss(off.model(batch(ranks.rank, 0))).backward()
     torch.amp.GradScaler("cpu", enabled=False).step(off.optimizer)
 
 
-def registration(rank, size):
+@on_ranks(2)
+def test_bad_registration_is_refused(ranks):
     bare, hooked = DDP(seeded(Deep, 2)), Run(seeded(Deep, 2), momentum, True)
     with pytest.raises(RegisterError, match="carries no gradwire hook"):
         step_in_backward(bare, momentum(bare.parameters()))
@@ -125,10 +133,10 @@ def registration(rank, size):
         step_in_backward(free.model, hooked.optimizer)
     with pytest.raises(RegisterError, match="2 parameters of the optimizer are in no bucket"):
         step_in_backward(free.model, momentum([*free.model.parameters(), *nn.Linear(2, 2).parameters()]))
-    free.step(batch(rank, 0))
+    free.step(batch(ranks.rank, 0))
     free.model.module.layers[0].weight._in_backward_optimizers = []
     with pytest.raises(RegisterError, match="_apply_optimizer_in_backward"):
         step_in_backward(free.model, free.optimizer)
     hooked.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
     with pytest.raises(RegisterError, match="1 parameters of the optimizer are in no bucket"):
-        hooked.step(batch(rank, 0))
+        hooked.step(batch(ranks.rank, 0))

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from gradwire import Hook, StateError
 
-from . import models
-from .kit import FEEDBACK, SPECS, UNEVEN, Ranks, check
-from .models import batch, seeded
-from .trial import Trial, assert_near, raised, residuals
+from ..kit import models
+from ..kit.models import batch, seeded
+from ..kit.ranks import FEEDBACK, SPECS, Ranks, on_ranks
+from ..kit.trial import Trial, assert_near, raised, residuals
 
 
 def through_a_file(value: Any) -> Any:
@@ -41,8 +41,8 @@ def go_on(ranks: Ranks, trial: Trial, first: int, count: int) -> Trial:
     return trial
 
 
-@check(sizes=(1, 2, 3), specs=SPECS)
-def resuming_is_exact_to_the_bit(ranks: Ranks) -> None:
+@on_ranks(1, 2, thorough=(3,), specs=SPECS)
+def test_resuming_is_bit_exact(ranks: Ranks) -> None:
     first = trained(ranks)
     saved = through_a_file({"hook": first.hook.state_dict(), "model": first.model.module.state_dict()})
     go_on(ranks, first, 3, 3)
@@ -56,8 +56,8 @@ def resuming_is_exact_to_the_bit(ranks: Ranks) -> None:
         assert torch.equal(mine, theirs), "the resumed run went another way"
 
 
-@check(specs=FEEDBACK)
-def resuming_without_the_state_is_not_exact(ranks: Ranks) -> None:
+@on_ranks(2, specs=FEEDBACK)
+def test_resuming_without_the_state_is_not_exact(ranks: Ranks) -> None:
     """The check above can fail: what the residuals hold does matter."""
     first = trained(ranks)
     saved = copy.deepcopy(first.model.module.state_dict())
@@ -68,8 +68,8 @@ def resuming_without_the_state_is_not_exact(ranks: Ranks) -> None:
     assert not all(torch.equal(a, b) for a, b in zip(first.params, second.params, strict=True))
 
 
-@check(sizes=UNEVEN, specs=FEEDBACK)
-def resuming_onto_other_buckets(ranks: Ranks) -> None:
+@on_ranks(2, thorough=(3,), specs=FEEDBACK)
+def test_resuming_with_other_buckets(ranks: Ranks) -> None:
     """State belongs to parameters: the buckets of the new run may be cut in any way."""
     state = through_a_file(trained(ranks).hook.state_dict())
     other = trained(ranks, 0, bucket_cap_mb=25, find_unused_parameters=False)
@@ -81,8 +81,8 @@ def resuming_onto_other_buckets(ranks: Ranks) -> None:
     _check_conserved(ranks, other, state["residuals"], 3)
 
 
-@check(sizes=(4,), specs=FEEDBACK)
-def a_merged_state_on_another_number_of_ranks(ranks: Ranks) -> None:
+@on_ranks(4, specs=FEEDBACK)
+def test_merged_state_on_fewer_ranks(ranks: Ranks) -> None:
     """Four ranks save to one file; two of them, and then three, go on from it."""
     trial = trained(ranks)
     merged = trial.hook.state_dict(merged=True)
@@ -98,8 +98,8 @@ def a_merged_state_on_another_number_of_ranks(ranks: Ranks) -> None:
             _check_sum(ranks, torch.load(path, weights_only=True), merged["residuals"], group)
 
 
-@check(sizes=(4,), specs=FEEDBACK)
-def the_list_of_all_states_on_another_number_of_ranks(ranks: Ranks) -> None:
+@on_ranks(4, specs=FEEDBACK)
+def test_list_of_states_on_fewer_ranks(ranks: Ranks) -> None:
     trial = trained(ranks)
     states: list[Any] = [None] * ranks.size
     dist.all_gather_object(states, trial.hook.state_dict(), group=ranks.group)
@@ -109,8 +109,8 @@ def the_list_of_all_states_on_another_number_of_ranks(ranks: Ranks) -> None:
         _check_sum(ranks, states, total, group)
 
 
-@check(sizes=(4,), specs=FEEDBACK)
-def a_merged_state_on_more_ranks(ranks: Ranks) -> None:
+@on_ranks(4, specs=FEEDBACK)
+def test_merged_state_on_more_ranks(ranks: Ranks) -> None:
     pair = ranks.new_group((0, 1))
     states: list[Any] = [None]
     if ranks.rank < 2:
@@ -156,8 +156,8 @@ def refuses(hook: Hook, state: Any) -> str:
     return text
 
 
-@check(specs=FEEDBACK)
-def another_ranks_state(ranks: Ranks) -> None:
+@on_ranks(2, specs=FEEDBACK)
+def test_state_of_another_rank_is_refused(ranks: Ranks) -> None:
     trial = trained(ranks)
     states: list[Any] = [None] * ranks.size
     dist.all_gather_object(states, trial.hook.state_dict(), group=ranks.group)
@@ -171,8 +171,8 @@ def another_ranks_state(ranks: Ranks) -> None:
     assert trial.hook.verify().steps == 5
 
 
-@check(specs=FEEDBACK)
-def some_of_the_states(ranks: Ranks) -> None:
+@on_ranks(2, specs=FEEDBACK)
+def test_incomplete_list_of_states_is_refused(ranks: Ranks) -> None:
     trial = trained(ranks)
     states: list[Any] = [None] * ranks.size
     dist.all_gather_object(states, trial.hook.state_dict(), group=ranks.group)
@@ -180,8 +180,8 @@ def some_of_the_states(ranks: Ranks) -> None:
     refuses(trial.hook, others)
 
 
-@check(specs=FEEDBACK)
-def the_state_of_another_model(ranks: Ranks) -> None:
+@on_ranks(2, specs=FEEDBACK)
+def test_state_of_another_model_is_refused(ranks: Ranks) -> None:
     trial = trained(ranks)
     fewer = trained(ranks, module=seeded(models.Deep, 4, 8), count=0)
     for step in range(2):
@@ -193,8 +193,8 @@ def the_state_of_another_model(ranks: Ranks) -> None:
     assert trial.hook.verify().steps == 5
 
 
-@check(sizes=(1, 2), specs=("exact", "fp16:feedback=true"))
-def what_is_no_state(ranks: Ranks) -> None:
+@on_ranks(1, 2, specs=("exact", "fp16:feedback=true"))
+def test_invalid_states_are_refused(ranks: Ranks) -> None:
     hook = trained(ranks).hook
     good = hook.state_dict()
     cases: list[Any] = [{}, [], {**good, "version": 99}, {"residuals": {}}, [good, {}]]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .kit import AVERAGING, Ranks, check
-from .models import RankedTask, seeded
-from .trial import raised
+from ..kit.models import RankedTask, seeded
+from ..kit.ranks import AVERAGING, Ranks, on_ranks
+from ..kit.trial import raised
 
 
 def gradient(ranks: Ranks, spec: str | None, **ddp: bool) -> Tensor:
@@ -23,8 +23,8 @@ EIGHT_BITS = tuple(spec for spec in AVERAGING if not spec.startswith(("int2", "i
 """torch has no hook of fewer, and asks for no more."""
 
 
-@check(sizes=(2,), specs=EIGHT_BITS)
-def as_close_as_torchs_tests_ask(ranks: Ranks) -> None:
+@on_ranks(2, specs=EIGHT_BITS)
+def test_gradients_are_as_close_as_torchs_tests_require(ranks: Ranks) -> None:
     """Gradients are about 1e-3 here, so an absolute 1e-4 has room for bf16's 8 bits too."""
     for bucket_view in (False, True):
         plain = gradient(ranks, None, gradient_as_bucket_view=bucket_view)
@@ -32,8 +32,8 @@ def as_close_as_torchs_tests_ask(ranks: Ranks) -> None:
         torch.testing.assert_close(hooked, plain, rtol=1e-5, atol=0 if ranks.spec == "exact" else 1e-4)
 
 
-@check(sizes=(2, 3), specs=("noop",))
-def noop_and_a_manual_all_reduce_are_plain_ddp(ranks: Ranks) -> None:
+@on_ranks(2, thorough=(3,), specs=("noop",))
+def test_noop_and_a_manual_all_reduce_equal_plain_ddp(ranks: Ranks) -> None:
     plain, local = gradient(ranks, None), gradient(ranks, "noop")
     raised(AssertionError, lambda: torch.testing.assert_close(local, plain))
     torch.testing.assert_close(ranks.sum_(local.clone()) / ranks.size, plain)

@@ -12,10 +12,10 @@ from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from . import models
-from .kit import UNEVEN, Ranks, check
-from .models import batch, seeded
-from .trial import Trial, assert_near, loss, same_everywhere, vector
+from ..kit import models
+from ..kit.models import batch, seeded
+from ..kit.ranks import MAIN, Ranks, on_ranks
+from ..kit.trial import Trial, assert_near, loss, same_everywhere, vector
 
 
 def uneven(ranks: Ranks, *, divide_by_initial_world_size: bool, **ddp: bool) -> None:
@@ -63,23 +63,23 @@ def _gradient(module: torch.nn.Module) -> torch.Tensor:
     return vector(params, [param.grad for param in params], torch.float32)
 
 
-@check(sizes=UNEVEN)
-def uneven_inputs(ranks: Ranks) -> None:
+@on_ranks(2, thorough=(3,), specs=MAIN)
+def test_uneven_inputs(ranks: Ranks) -> None:
     uneven(ranks, divide_by_initial_world_size=True)
 
 
-@check(sizes=(2, 3, 4))
-def uneven_inputs_divided_by_live_ranks(ranks: Ranks) -> None:
+@on_ranks(2, 4, thorough=(3,), specs=MAIN)
+def test_uneven_inputs_divided_by_live_ranks(ranks: Ranks) -> None:
     uneven(ranks, divide_by_initial_world_size=False)
 
 
-@check(sizes=UNEVEN)
-def uneven_inputs_and_unused_parameters(ranks: Ranks) -> None:
+@on_ranks(2, thorough=(3,), specs=MAIN)
+def test_uneven_inputs_and_unused_parameters(ranks: Ranks) -> None:
     uneven(ranks, divide_by_initial_world_size=False, find_unused_parameters=True)
 
 
-@check(sizes=UNEVEN, specs=("exact",))
-def uneven_inputs_like_plain_ddp(ranks: Ranks) -> None:
+@on_ranks(2, thorough=(3,), specs=("exact",))
+def test_uneven_inputs_like_plain_ddp(ranks: Ranks) -> None:
     """One input on rank 0, two on the others; gradients are the rank's number + 1."""
     for initial in (True, False):
         told = []
@@ -95,8 +95,8 @@ def uneven_inputs_like_plain_ddp(ranks: Ranks) -> None:
         assert told[0] == told[1], f"plain DDP {told[0]}, hooked {told[1]} (divide_by_initial_world_size={initial})"
 
 
-@check(sizes=UNEVEN)
-def training_goes_on_after_uneven_inputs(ranks: Ranks) -> None:
+@on_ranks(2, thorough=(3,), specs=MAIN)
+def test_training_goes_on_after_uneven_inputs(ranks: Ranks) -> None:
     trial = Trial(ranks, seeded(models.Deep, 3))
     with Join([trial.model], divide_by_initial_world_size=False):
         for step in range(ranks.rank + 1):
@@ -107,8 +107,8 @@ def training_goes_on_after_uneven_inputs(ranks: Ranks) -> None:
         assert trial.hook.steps == before + 1
 
 
-@check(sizes=(4,), specs=("two_level:inside=exact,across=int8,node=2", "two_level:inside=bf16,across=int4,node=2"))
-def two_levels(ranks: Ranks) -> None:
+@on_ranks(4, specs=("two_level:inside=exact,across=int8,node=2", "two_level:inside=bf16,across=int4,node=2"))
+def test_two_level_exchange(ranks: Ranks) -> None:
     """Many small buckets in flight on both levels, and every step is compared."""
     trial = Trial(ranks, seeded(models.Deep, 6), bucket_cap_mb=0.002)
     for step in range(4):
@@ -116,8 +116,8 @@ def two_levels(ranks: Ranks) -> None:
     trial.hook.verify()
 
 
-@check(sizes=(4,))
-def two_sub_groups(ranks: Ranks) -> None:
+@on_ranks(4, specs=MAIN)
+def test_two_sub_groups(ranks: Ranks) -> None:
     """{0, 2} and {1, 3} train a model each, and never hear of each other."""
     groups = [ranks.new_group(members) for members in ((0, 2), (1, 3))]
     trial = Trial(ranks, seeded(models.Deep, 6), group=groups[ranks.rank % 2], bucket_cap_mb=0.002)
@@ -127,8 +127,8 @@ def two_sub_groups(ranks: Ranks) -> None:
     assert trial.hook.verify().steps == 2
 
 
-@check(sizes=(4,))
-def one_sub_group_trains_alone(ranks: Ranks) -> None:
+@on_ranks(4, specs=MAIN)
+def test_one_sub_group_trains_alone(ranks: Ranks) -> None:
     """{2, 3} do nothing at all: {0, 1} must not need them."""
     groups = [ranks.new_group(members) for members in ((0, 1), (2, 3))]
     if ranks.rank < 2:
@@ -138,8 +138,8 @@ def one_sub_group_trains_alone(ranks: Ranks) -> None:
         assert trial.hook.verify().steps == 2
 
 
-@check(sizes=(4,))
-def a_rank_in_two_groups(ranks: Ranks) -> None:
+@on_ranks(4, specs=MAIN)
+def test_rank_in_two_groups(ranks: Ranks) -> None:
     """Rank 1 trains with rank 0, and another model with ranks 2 and 3."""
     pair, rest = ranks.new_group((0, 1)), ranks.new_group((1, 2, 3))
     members = [(pair, 0 <= ranks.rank <= 1), (rest, ranks.rank >= 1)]
@@ -149,16 +149,16 @@ def a_rank_in_two_groups(ranks: Ranks) -> None:
             trial.step(batch(ranks.rank, step))
 
 
-@check()
-def the_default_group(ranks: Ranks) -> None:
+@on_ranks(2, specs=MAIN)
+def test_default_group(ranks: Ranks) -> None:
     module = seeded(models.Deep, 3)
     trial = Trial(ranks, module, model=DDP(module), group=dist.group.WORLD)
     for step in range(2):
         trial.step(batch(ranks.rank, step))
 
 
-@check(sizes=(2, 4))
-def device_mesh(ranks: Ranks) -> None:
+@on_ranks(2, 4, specs=MAIN)
+def test_device_mesh(ranks: Ranks) -> None:
     mesh = init_device_mesh("cpu", (ranks.size // 2, 2), mesh_dim_names=("outer", "inner"))["inner"]
     module = seeded(models.Deep, 3)
     trial = Trial(ranks, module, model=DDP(module, device_mesh=mesh), group=mesh.get_group())
@@ -167,8 +167,8 @@ def device_mesh(ranks: Ranks) -> None:
         trial.step(batch(ranks.rank, step))
 
 
-@check()
-def two_models_in_turn(ranks: Ranks) -> None:
+@on_ranks(2, specs=MAIN)
+def test_two_models_in_turn(ranks: Ranks) -> None:
     first = Trial(ranks, seeded(models.Deep, 6), bucket_cap_mb=0.002)
     second = Trial(ranks, seeded(models.Deep, 4), bucket_cap_mb=0.004)
     for step in range(2):
@@ -177,8 +177,8 @@ def two_models_in_turn(ranks: Ranks) -> None:
     assert (first.hook.steps, second.hook.steps) == (2, 2)
 
 
-@check(sizes=UNEVEN)
-def two_models_in_one_backward(ranks: Ranks) -> None:
+@on_ranks(2, thorough=(3,), specs=MAIN)
+def test_two_models_in_one_backward(ranks: Ranks) -> None:
     """Buckets of both are in flight at the same time, in whatever order autograd takes them."""
     trials = [Trial(ranks, seeded(models.Deep, layers), bucket_cap_mb=0.002) for layers in (6, 4)]
     for step in range(3):
@@ -191,8 +191,8 @@ def two_models_in_one_backward(ranks: Ranks) -> None:
             trial.optimizer.step()
 
 
-@check()
-def two_models_in_two_orders(ranks: Ranks) -> None:
+@on_ranks(2, specs=MAIN)
+def test_two_models_in_two_orders(ranks: Ranks) -> None:
     """Two losses: the backward pass of the first model comes last."""
     trials = [Trial(ranks, seeded(models.Deep, layers), bucket_cap_mb=0.002) for layers in (6, 4)]
     for step in range(2):
