@@ -2,7 +2,7 @@
 
 A case is made from its number and the seed below, so that a failure can be run again by its name. To look elsewhere:
 
-    GRADWIRE_FUZZ_SEED=1234 pytest tests/test_fuzz.py
+    GRADWIRE_FUZZ_SEED=1234 pytest tests/codecs/test_fuzz.py
 """
 
 import os
@@ -14,7 +14,7 @@ import torch
 from gradwire import kernels
 from gradwire.codecs import CODECS
 from gradwire.spec import build
-from tests.test_kernels import VARIANTS, both, same_values, same_wires  # noqa: F401
+from tests.kernels.test_kernels import VARIANTS, both, same_values, same_wires  # noqa: F401
 
 SEED = int(os.environ.get("GRADWIRE_FUZZ_SEED", "20"))
 CASES = 150

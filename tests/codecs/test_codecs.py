@@ -233,7 +233,7 @@ def test_lloyd_codebooks_reach_the_limit(spec, limit):
 
 @once
 def test_codebooks_are_those_that_training_gives():
-    path = Path(__file__).parents[1] / "benchmarks" / "codebooks.py"
+    path = Path(__file__).parents[2] / "benchmarks" / "codebooks.py"
     spec = importlib.util.spec_from_file_location("benchmarks_codebooks", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
