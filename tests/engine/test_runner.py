@@ -13,7 +13,7 @@ from gradwire.engine import stream
 from gradwire.engine.hook import Hook
 from gradwire.engine.stream import StreamRunner, inline_comm
 from gradwire.errors import ExchangeError, RegisterError
-from gradwire.exchanges import EXCHANGES, Exact, exchange
+from gradwire.exchanges import EXCHANGES, Exact, Exchange, exchange
 from gradwire.exchanges.base import Levels
 from gradwire.exchanges.bucket import make_bucket
 from gradwire.testing import thread_ranks
@@ -69,10 +69,10 @@ def test_collectives_do_what_they_say():
         assert got["own"].tolist() == [[10 * r, 10 * r + 1] for r in range(3)]
 
 
-class Broken:
+class Broken(Exchange):
     """Raises on one rank at the third bucket."""
 
-    lanes, takes_residual, align = 2, False, 1
+    lanes = 2
 
     def chunk_bytes(self, size):
         return 1 << 20
@@ -105,11 +105,9 @@ def test_an_error_reaches_every_rank_by_name(size):
             hook.mean(make_bucket([torch.ones(10)]))
         return errors
 
-    began = time.monotonic()
-    everyone = thread_ranks(size, run, timeout_s=30)
-    assert time.monotonic() - began < 25, "the others must not wait for their time limit"
-    for rank, errors in enumerate(everyone):
+    for rank, errors in enumerate(thread_ranks(size, run, timeout_s=30)):
         assert errors, rank
+        assert "timed out" not in errors[-1].lower(), "the rank waited for its time limit"
         assert "KeyError: 'no such thing'" in errors[-1]
         assert rank == 1 or "rank 1" in errors[-1]
 
@@ -117,6 +115,7 @@ def test_an_error_reaches_every_rank_by_name(size):
 @pytest.mark.parametrize("chunk_bytes", [1 << 20, 4 << 20])  # gloo's all-to-all, and messages that are received first
 def test_a_rank_that_comes_too_late_is_told_so_and_not_blamed(chunk_bytes):
     given_up = threading.Event()
+    exchange("int8").warm_up(torch.device("cpu"))  # the time limit below is for the ranks, not for the compiler
 
     def run(rank):
         hook, bucket = rank.hook("int8", chunk_bytes=chunk_bytes), make_bucket([torch.ones(4 << 20)])
@@ -129,7 +128,7 @@ def test_a_rank_that_comes_too_late_is_told_so_and_not_blamed(chunk_bytes):
             given_up.set()
         return str(caught.value)
 
-    early, late = thread_ranks(2, run, timeout_s=2)
+    early, late = thread_ranks(2, run, timeout_s=3)
     assert "no other rank came in time" in early
     assert "another rank failed (rank 0: no other rank came in time" in late
 
@@ -211,7 +210,7 @@ def test_stream_runner_gives_the_same_bits(spec):
         reference = rank.mean(spec, [gaussian(1000, seed=rank.rank)]).flat
         other = rank.runner()
         other.open(1)
-        runner = StreamRunner(other.lanes._lanes[0].group, torch.device("cpu"))
+        runner = StreamRunner(other.lanes._lanes[0].group._group, torch.device("cpu"))
         hook = Hook(exchange(spec), runner, rank=rank.rank, size=rank.size, device=torch.device("cpu"))
         bucket = make_bucket([gaussian(1000, seed=rank.rank)])
         hook.mean(bucket).wait()
@@ -237,7 +236,7 @@ def test_inline_comm_counts_bytes():
     def run(rank):
         runner = rank.runner()
         runner.open(1)
-        comm = inline_comm(runner.lanes._lanes[0].group)
+        comm = inline_comm(runner.lanes._lanes[0].group._group)
         Exact().mean_(make_bucket([torch.ones(100)]), comm)
         runner.close()
         return comm.traffic.sent_bytes

@@ -3,8 +3,8 @@
 1. A server process imports torch, Numba and gradwire once (`gradwire.testing.preload`). Every rank is forked from it,
    which takes milliseconds where a new interpreter takes seconds. The server itself runs nothing and has no threads
    of Python, and torch starts its threads at their first use: a forked rank is like a new process.
-2. The ranks of a pool wait for functions. Each call gets a new gloo world, the environment, folder and random state
-   that a new process would have, and torch with one thread.
+2. The ranks of a pool wait for functions. Each call gets a new gloo world, the environment and the folder that a new
+   process would have, random states that differ between ranks, and torch with one thread.
 3. When all ranks have returned, all are told so and leave their world. After a failure the whole pool is replaced.
 4. A rank ends when its pipe is closed, whatever it is doing: none outlives the process that made it.
 """
@@ -180,13 +180,12 @@ def _main(rank: int, size: int, port: int, pipe: Any) -> None:
     threading.Thread(target=_listen, args=(pipe, calls), daemon=True).start()
     gc.freeze()  # collecting garbage between calls does not have to look at what was loaded before
     store = TCPStore("127.0.0.1", port, wait_for_workers=False)
-    seed = torch.initial_seed()
     while True:
         message = calls.get()
         if message == LEAVE:
             _leave()
         else:
-            _reset(seed)
+            _reset(rank)
             pipe.send_bytes(_outcome(message, rank, size, store))
 
 
@@ -212,12 +211,12 @@ def _outcome(message: bytes, rank: int, size: int, store: Store) -> bytes:
         return pickle.dumps((False, f"\n{traceback.format_exc()}"))
 
 
-def _reset(seed: int) -> None:
-    """Random states as in a new process, which torch begins with a fixed seed and others with a random one."""
+def _reset(rank: int) -> None:
+    """Random states are different on each rank, as in new processes, but the same in every run."""
     torch.set_num_threads(1)
-    torch.default_generator.manual_seed(seed)
-    random.seed()
-    np.random.seed()
+    torch.manual_seed(rank)
+    random.seed(rank)
+    np.random.seed(rank)
 
 
 def _leave() -> None:
