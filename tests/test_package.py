@@ -60,11 +60,11 @@ def python(text, *words):
     return done.stdout
 
 
-def test_import_is_light_and_names_come_when_they_are_asked_for():
+def test_import_is_light_and_names_load_on_first_use():
     assert python(LIGHT) == ""
 
 
-def test_every_module_can_be_the_first():
+def test_every_module_can_be_imported_first():
     """No module leans on what `import gradwire` used to load before it."""
     others = [
         f"{package}.{module.name}"
@@ -98,7 +98,7 @@ def test_public_names():
     assert issubclass(SpecError, ValueError)
 
 
-def test_unknown_says_what_exists_and_what_is_near():
+def test_error_of_an_unknown_name_lists_what_exists():
     assert unknown("hook", "bf61", ["bf16", "exact"]) == (
         "unknown hook 'bf61'. Did you mean 'bf16'? Available: bf16, exact"
     )

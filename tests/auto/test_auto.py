@@ -68,7 +68,7 @@ def costs(**seconds):
 ALL = ("exact", "bf16", "int8")
 
 
-def test_the_fastest_is_taken():
+def test_picks_the_fastest_candidate():
     specs, reason = drive(2, Auto(hooks=ALL), costs(exact=0.3, bf16=0.18, int8=0.15), trial_steps(3))
     assert specs[: WARM_STEPS + 1] == ["exact"] * (WARM_STEPS + 1)
     assert set(specs) == {"exact", "bf16", "int8"}
@@ -78,13 +78,13 @@ def test_the_fastest_is_taken():
     assert reason.startswith("int8: error 0.0")
 
 
-def test_exact_stays_where_nothing_pays():
+def test_keeps_exact_when_no_candidate_is_faster():
     specs, reason = drive(2, Auto(hooks=ALL), costs(exact=0.100, bf16=0.098, int8=0.12), trial_steps(3))
     assert specs[-1] == "exact"
     assert "compression does not pay here" in reason
 
 
-def test_candidates_take_turns_step_by_step():
+def test_candidates_alternate_step_by_step():
     specs, _ = drive(2, Auto(hooks=ALL), costs(exact=0.1, bf16=0.1, int8=0.1), trial_steps(3))
     turns = [specs[at : at + 3] for at in range(WARM_STEPS + 1, WARM_STEPS + 1 + 3 * TURN_STEPS, 3)]
     assert all(sorted(turn) == ["bf16", "exact", "int8"] for turn in turns)
@@ -93,14 +93,14 @@ def test_candidates_take_turns_step_by_step():
 
 @pytest.mark.parametrize("period", [2, 3, 4, 6, 8])
 @pytest.mark.parametrize("phase", [0, 1])
-def test_what_a_script_does_every_few_steps_does_not_decide(period, phase):
+def test_periodic_work_of_the_script_does_not_bias_the_choice(period, phase):
     """An optimizer's step after some backward passes, say."""
     cost = lambda rank, spec, step: {"exact": 0.1, "bf16": 0.12, "int8": 0.13}[spec] + 0.04 * (step % period == phase)  # noqa: E731
     specs, _ = drive(2, Auto(hooks=ALL), cost, WARM_STEPS + 2 + 3 * (1 + MOST_ROUNDS * TURN_STEPS))
     assert specs[-1] == "exact"
 
 
-def test_who_is_far_behind_gets_one_round():
+def test_slow_candidate_is_dropped_after_one_round():
     specs, reason = drive(2, Auto(hooks=ALL), costs(exact=0.5, bf16=0.151, int8=0.15), trial_steps(3))
     first_round = 3 * (1 + TURN_STEPS)
     assert specs[WARM_STEPS + 1 :].count("exact") == 1 + TURN_STEPS
@@ -109,18 +109,18 @@ def test_who_is_far_behind_gets_one_round():
     assert "exact 505" in reason
 
 
-def test_a_clear_winner_ends_the_trial():
+def test_clear_winner_ends_the_trial():
     specs, _ = drive(2, Auto(hooks=ALL), costs(exact=0.5, bf16=0.3, int8=0.1), trial_steps(3))
     assert set(specs[WARM_STEPS + 1 + 3 * (1 + TURN_STEPS) :]) == {"int8"}
 
 
-def test_a_few_slow_steps_do_not_count():
+def test_outliers_are_ignored():
     slow = lambda rank, spec, step: {"exact": 0.3, "bf16": 0.2, "int8": 0.1}[spec] + 5 * (step % 9 == 0)  # noqa: E731
     specs, _ = drive(2, Auto(hooks=ALL), slow, WARM_STEPS + 2 + 3 * (1 + MOST_ROUNDS * TURN_STEPS))
     assert specs[-1] == "int8"
 
 
-def test_the_first_steps_of_all_do_not_count():
+def test_first_step_of_each_candidate_is_ignored():
     """They touch new memory."""
     seen = {0: set(), 1: set()}
 
@@ -134,7 +134,7 @@ def test_the_first_steps_of_all_do_not_count():
     assert "exact 300" in reason
 
 
-def test_who_pays_what_feedback_owes_is_not_charged_for_it():
+def test_step_that_applies_the_residual_of_another_is_ignored():
     """The step after one with feedback costs 0.2 s more: exact would look slow."""
     fed, last = "bf16:feedback=true", {0: "", 1: ""}
 
@@ -148,12 +148,12 @@ def test_who_pays_what_feedback_owes_is_not_charged_for_it():
     assert "exact 100, bf16:feedback=true 150, int8 120" in reason
 
 
-def test_the_most_exact_of_those_that_are_as_fast():
+def test_most_exact_of_equally_fast_candidates_wins():
     specs, _ = drive(2, Auto(hooks=ALL), costs(exact=0.3, bf16=0.151, int8=0.15), trial_steps(3))
     assert specs[-1] == "bf16"
 
 
-def test_an_error_above_the_limit_leaves_a_candidate_out():
+def test_candidate_above_max_error_is_left_out():
     settings = Auto(hooks=("exact", "bf16", "int4:exempt=none"), max_error=0.005)
     slow = lambda rank, spec, step: {"exact": 0.3, "bf16": 0.2}[spec]  # noqa: E731 - int4 would be a KeyError
     specs, reason = drive(2, settings, slow, trial_steps(2))
@@ -161,20 +161,20 @@ def test_an_error_above_the_limit_leaves_a_candidate_out():
     assert "left out for their error: int4:exempt=none 0." in reason
 
 
-def test_nothing_within_the_limit():
+def test_no_candidate_within_max_error():
     specs, reason = drive(2, Auto(hooks=ALL, max_error=1e-9), costs(exact=0.3), trial_steps(1))
     assert set(specs) == {"exact"}
     assert "no other candidate is within max_error=1e-09" in reason
 
 
-def test_the_slowest_rank_counts():
+def test_slowest_rank_decides():
     """To rank 0 int8 looks best; rank 2 has a slow processor."""
     cost = {0: {"exact": 0.2, "int8": 0.1}, 1: {"exact": 0.2, "int8": 0.1}, 2: {"exact": 0.2, "int8": 0.3}}
     specs, _ = drive(3, Auto(hooks=("exact", "int8")), lambda rank, spec, step: cost[rank][spec], trial_steps(2))
     assert specs[-1] == "exact"
 
 
-def test_a_change_of_the_link_starts_the_trial_again():
+def test_changed_link_starts_a_new_trial():
     first = trial_steps(2)
 
     def cost(rank, spec, step):
@@ -186,14 +186,14 @@ def test_a_change_of_the_link_starts_the_trial_again():
     assert specs[-1] == "int8"
 
 
-def test_a_small_change_does_not():
+def test_small_change_starts_no_trial():
     first = trial_steps(2)
     wobble = lambda rank, spec, step: (0.1 if spec == "exact" else 0.2) * (1 + (MOVED - 1.1) * (step % 2))  # noqa: E731
     specs, _ = drive(2, Auto(hooks=("exact", "int8")), wobble, first + 3 * WATCH)
     assert set(specs[first:]) == {"exact"}
 
 
-def test_it_stays_with_what_it_has_unless_a_change_is_worth_it():
+def test_keeps_its_choice_for_a_small_gain():
     first = trial_steps(2)
 
     def cost(rank, spec, step):
@@ -205,7 +205,7 @@ def test_it_stays_with_what_it_has_unless_a_change_is_worth_it():
     assert specs[-1] == "int8"
 
 
-def test_a_switch_by_hand_ends_it():
+def test_switch_ends_auto():
     def main(rank):
         hook = rank.hook("exact")
         hook.pilot = Pilot(hook, Auto())
@@ -238,7 +238,7 @@ def test_candidates_with_options():
     assert auto("int8") is None
 
 
-def test_a_model_of_sparse_gradients_alone_stays_exact():
+def test_model_with_only_sparse_gradients_stays_exact():
     def main(rank):
         hook = rank.hook("exact")
         hook.pilot = Pilot(hook, Auto(hooks=ALL))
@@ -273,21 +273,21 @@ def two_models(rank, second_steps, steps=60):
     return specs
 
 
-def test_two_models_are_on_trial_one_after_the_other():
+def test_two_models_have_trials_one_after_the_other():
     """Each one's step holds the other's too: at the same time both would find fast what makes one of them fast."""
     for first, second in thread_ranks(2, lambda rank: two_models(rank, 60, 60)):
         assert set(first[WARM_STEPS + 1 :]) == {"exact", "bf16", "int8"}
         assert set(second) == {"exact"}
 
 
-def test_a_model_that_trains_no_longer_is_not_waited_for():
+def test_model_that_stopped_training_does_not_block_others():
     for first, second in thread_ranks(2, lambda rank: two_models(rank, WARM_STEPS + 6, 2 * IDLE)):
         assert set(first[WARM_STEPS + 1 :]) == {"exact", "bf16", "int8"}
         assert set(second) == {"exact", "bf16", "int8"}
 
 
 @pytest.mark.parametrize("first", [float("inf"), float("nan"), 0.0])
-def test_steps_that_say_nothing_of_the_error_are_passed_over(first):
+def test_steps_without_information_on_the_error_are_skipped(first):
     """AMP begins with a loss scale at which gradients overflow, and skips such steps."""
 
     def main(rank):
@@ -307,7 +307,7 @@ def test_steps_that_say_nothing_of_the_error_are_passed_over(first):
         assert 0 < errors["bf16"] < errors["int8"] < 0.02
 
 
-def test_a_warm_up_does_not_hide_the_error():
+def test_warmup_does_not_hide_the_error():
     def main(rank):
         hook = rank.hook("powersgd:rank=1,warmup=10")
         bucket = make_bucket([gaussian(NUMEL, seed=rank.rank).view(64, 64)])

@@ -84,7 +84,7 @@ QUICK = 10
 @pytest.mark.parametrize(
     "case", [pytest.param(n, marks=pytest.mark.thorough if n >= QUICK else ()) for n in range(CASES)]
 )
-def test_promises_hold(case, both, monkeypatch):  # noqa: F811
+def test_promises_of_codecs_hold(case, both, monkeypatch):  # noqa: F811
     rng = random.Random(f"{SEED}/{case}")
     spec, compiled = random_spec(rng)
     codec = build("codec", spec, CODECS)

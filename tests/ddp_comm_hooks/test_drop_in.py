@@ -303,7 +303,7 @@ def test_members_are_torchs(kind):
     assert callable(kind.value)
 
 
-def test_hooks_look_to_ddp_as_it_wants_them():
+def test_hooks_have_the_signature_that_ddp_requires():
     """DDP reads names and annotations: real classes, a parameter called bucket, no bf16 name that it refuses."""
     for hook in (default_hooks.allreduce_hook, default_hooks.bf16_compress_hook, debugging_hooks.noop_hook):
         parameters = inspect.signature(hook).parameters
@@ -313,17 +313,17 @@ def test_hooks_look_to_ddp_as_it_wants_them():
 
 
 @pytest.mark.parametrize("wrong", ["FP16_COMPRESS", None])
-def test_wrong_type_lists_what_there_is(wrong):
+def test_error_of_a_wrong_type_lists_the_types(wrong):
     with pytest.raises(TypeError, match=r"DDPCommHookType\.ALLREDUCE, .*DDPCommHookType\.NOOP"):
         register_ddp_comm_hook(wrong, None)
 
 
-def test_torch_s_own_types_are_told_apart():
+def test_types_of_torch_are_refused():
     with pytest.raises(TypeError, match=r"torch's DDPCommHookType.FP16_COMPRESS; import DDPCommHookType from gradwire"):
         register_ddp_comm_hook(torchs.DDPCommHookType.FP16_COMPRESS, None)
 
 
-def test_noop_asks_nobody():
+def test_noop_needs_no_process_group():
     """As torch's: it works where no group is, so it cannot wait for ranks that do not come."""
     assert not torch.distributed.is_initialized()
 

@@ -204,7 +204,7 @@ def test_what_cannot_work_is_refused(ranks):
         model._match_all_reduce_for_bwd_pass()
 
 
-def test_optimizer_without_step_param():
+def test_optimizer_without_step_param_is_refused():
     with pytest.raises(ValueError, match=r"SGD.* must implement method step_param"):
         ours._OptimizerHookState(torch.optim.SGD([torch.zeros(1)], lr=0.1))
 

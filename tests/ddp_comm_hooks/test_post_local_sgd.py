@@ -118,7 +118,7 @@ def test_levels_count_ranks_of_their_group(ranks):
         param.data.fill_(ranks.rank)
         averager.average_parameters([param])
         torch.testing.assert_close(param.detach(), torch.full((3,), float(ranks.rank)))
-    for wrong, told in [
+    for wrong, message in [
         ({}, "at least one"),
         (None, "at least one"),
         ({0: ranks.size}, "at least 1, got 0"),
@@ -127,7 +127,7 @@ def test_levels_count_ranks_of_their_group(ranks):
         ({2: 1}, f"that of the process group \\({ranks.size}\\), got 1"),
         ({2: 3, 4: ranks.size}, "divide|upwards"),
     ]:
-        with pytest.raises(SpecError, match=told):
+        with pytest.raises(SpecError, match=message):
             optim.HierarchicalModelAverager(wrong)
 
 
@@ -178,7 +178,7 @@ def test_pickled_state_needs_its_groups_again(ranks):
 
 @on_ranks(2, thorough=(4,))
 def test_resuming_is_exact(ranks):
-    """Hook, optimizer and averager go on exactly, in the middle of a period, with what feedback owes."""
+    """Hook, optimizer and averager resume exactly in the middle of a period, with the residual."""
     subgroup = halves(ranks.rank, ranks.size)
 
     def make():

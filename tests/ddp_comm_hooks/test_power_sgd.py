@@ -78,7 +78,7 @@ def test_many_tiny_buckets(ranks):
 
 
 class Partly(nn.Module):
-    """Uses its second layer when told."""
+    """Uses its second layer if `both` is set."""
 
     def __init__(self):
         super().__init__()
@@ -129,8 +129,8 @@ def test_odd_parameters(ranks):
     for grad in local:
         dist.all_reduce(torch.view_as_real(grad) if grad.is_complex() else grad)
     model.zero_grad()
-    owed = model._comm_hooks[0][1].error_dict
-    assert all(value.abs().max() <= 1e-4 for value in owed.values() if value.numel())
+    pending = model._comm_hooks[0][1].error_dict
+    assert all(value.abs().max() <= 1e-4 for value in pending.values() if value.numel())
     model(x).square().mean().backward()
     for param, total in zip(model.parameters(), local, strict=True):
         torch.testing.assert_close(param.grad, total / ranks.size, rtol=1e-3, atol=1e-4)
@@ -257,7 +257,7 @@ def test_iter_can_be_set(ranks):
 
 @on_ranks(2, thorough=(4,))
 def test_state_of_rank_0_on_all_ranks(ranks):
-    """Rank 0's file on every rank, as torch's example has it, does not multiply what rank 0 owed (torch's 3.22)."""
+    """Rank 0's file on every rank, as in torch's example, does not multiply its residual (torch's 3.22)."""
     model, state = hooked(layers())
     train(model, 4)
     files = [state.__getstate__()]
@@ -266,10 +266,10 @@ def test_state_of_rank_0_on_all_ranks(ranks):
     loaded.__setstate__(files[0])
     again, _ = hooked(layers(), state=loaded)
     train(again, 1)
-    owed = files[0]["hook"]["residuals"]
+    pending = files[0]["hook"]["residuals"]
     fresh = loaded.hook.state_dict()
     assert fresh["step"] == 5
-    assert fresh["residuals"].keys() == owed.keys()
+    assert fresh["residuals"].keys() == pending.keys()
 
 
 @on_ranks(2, thorough=(4,))
@@ -339,7 +339,7 @@ def test_small_model_warns(ranks):
 
 @pytest.mark.parametrize("start", [-1, 0, 1])
 @pytest.mark.parametrize(("feedback", "warm"), [(True, True), (True, False), (False, True)])
-def test_too_early_a_start_is_refused_as_torch_does(start, feedback, warm):
+def test_early_start_is_refused(start, feedback, warm):
     with pytest.raises(ValueError, match="Expect `start_powerSGD_iter` > 1"):
         PowerSGDState(None, 1, start, use_error_feedback=feedback, warm_start=warm)
 
@@ -353,17 +353,17 @@ def test_too_early_a_start_is_refused_as_torch_does(start, feedback, warm):
         ({"start_powerSGD_iter": -1, "use_error_feedback": False, "warm_start": False}, "warmup must be at least 0"),
     ],
 )
-def test_bad_settings(settings, said):
+def test_bad_settings_are_refused(settings, said):
     with pytest.raises(ValueError, match=said):
         PowerSGDState(None, **settings)
 
 
-def test_the_state_must_be_a_state():
+def test_other_states_are_refused():
     with pytest.raises(SpecError, match="needs a PowerSGDState as its state, got NoneType"):
         powerSGD_hook(None, None)
 
 
-def test_a_fresh_state_goes_through_a_file_without_a_process_group():
+def test_new_state_can_be_saved_without_a_process_group():
     state = PowerSGDState(None, 3, 17, 1.5, random_seed=5, compression_stats_logging_frequency=0)
     file = io.BytesIO()
     torch.save(state, file)

@@ -176,7 +176,7 @@ def test_sent_bytes(ranks):
 
 
 @pytest.mark.parametrize("wrong", [0, -512, 512.0, "512", None, True])
-def test_wrong_bucket_size(wrong):
+def test_wrong_bucket_size_is_refused(wrong):
     """Said before anything else happens."""
     with pytest.raises(SpecError, match=r"bucket_size, .* must be a whole number of at least 1, got"):
         quantization_perchannel_hook(None, None, wrong)

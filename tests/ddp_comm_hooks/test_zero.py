@@ -364,7 +364,7 @@ def test_spread_keeps_every_bit(sizes_by_owner, sent_values):
     assert sent == [4.0 * sent_values] * len(sizes_by_owner)
 
 
-def test_whole_buckets_go_round():
+def test_whole_buckets_are_dealt_in_turn():
     buckets = [parts(3, 4), parts(5), parts(6)]
     owners = _zero.whole(buckets, 2)
     assert [[owners[param] for param in params] for params in buckets] == [[0, 0], [1], [0]]
@@ -372,7 +372,7 @@ def test_whole_buckets_go_round():
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("numels", [[[50, 40, 70, 40]], [[1000], [1], [1, 1]], [[5] * 9, [100, 3, 3]], [[7]]])
-def test_shared_out_is_even(numels, size):
+def test_parameters_are_shared_out_evenly(numels, size):
     """Every parameter has an owner, and no rank has more than an even part and one parameter."""
     buckets = [parts(*sizes) for sizes in numels]
     owners = _zero.shared_out(buckets, size)

@@ -24,7 +24,7 @@ def main(rank: int, size: int, store: str, ending: str) -> None:
         dist.destroy_process_group()
     if ending == "raise":
         raise SystemExit(EXIT_CODES[ending])
-    if ending == "in flight":  # and nobody waits for it, nor takes part
+    if ending == "in flight":  # and no rank waits for it or takes part
         hook.mean(gradwire.make_bucket([torch.ones(1 << 20)]))
 
 

@@ -132,13 +132,13 @@ def _check_sum(ranks: Ranks, state: Any, total: Mapping[str, Tensor], group: dis
     _check_conserved(ranks, trial, kept, 3)
 
 
-def _check_conserved(ranks: Ranks, trial: Trial, owed: Mapping[str, Tensor], step: int) -> None:
-    """The next mean, plus what is kept then, is the mean of gradients and what was owed."""
+def _check_conserved(ranks: Ranks, trial: Trial, pending: Mapping[str, Tensor], step: int) -> None:
+    """The next mean plus the new residuals equals the mean of the gradients and the residuals before."""
     group = trial.group
     local = trial.local(batch(group.rank(), step))
     trial.backward(batch(group.rank(), step))
     after, names = residuals(trial.hook), [name for name, _ in trial.model.module.named_parameters()]
-    came = torch.cat([grad.double().reshape(-1) + owed[name] for name, grad in zip(names, local, strict=True)])
+    came = torch.cat([grad.double().reshape(-1) + pending[name] for name, grad in zip(names, local, strict=True)])
     kept = torch.cat([after[name].double() for name in names])
     got = torch.cat([param.grad.double().reshape(-1) for param in trial.params])
     mean, kept = (ranks.sum_(value, group) / group.size() for value in (came, kept))

@@ -83,7 +83,7 @@ def test_more_collectives_than_lanes_raise(ranks: Ranks) -> None:
 
 
 class Dying(Failing):
-    """Ends its process in the middle of a job, without a word."""
+    """Ends its process in the middle of a job, without an error."""
 
     def fail(self, comm: Comm) -> None:
         os._exit(EXIT_CODE)
@@ -108,7 +108,7 @@ def serve_the_store_on_rank_0(rank: int, size: int) -> None:
         old.set("port", str(store.port))
     else:
         store = dist.TCPStore("127.0.0.1", int(old.get("port")), size, wait_for_workers=False)
-    dist.barrier()  # nobody is still connecting to the world that ends here
+    dist.barrier()  # no rank is still connecting to the world that ends here
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
 

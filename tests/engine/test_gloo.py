@@ -16,7 +16,7 @@ def lane_of(rank):
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
-def test_gathers_and_sums_are_the_backends_own(size):
+def test_gathers_and_sums_equal_the_backends(size):
     """Bit for bit: two values have one sum, and more go the backend's own way."""
 
     def run(rank):
@@ -53,7 +53,7 @@ def summed(group, mine):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_odd_tensors_go_the_backends_way(size):
+def test_empty_and_sparse_tensors_use_the_backend(size):
     """Nothing to send, a sparse sum."""
 
     def run(rank):
@@ -69,7 +69,7 @@ def test_odd_tensors_go_the_backends_way(size):
 
 
 @pytest.mark.parametrize("numel", [1024, LARGE_BYTES + 1])
-def test_a_rank_that_leaves_ends_the_wait(numel):
+def test_rank_that_leaves_ends_the_wait(numel):
     """Short messages and long ones."""
 
     def run(rank):

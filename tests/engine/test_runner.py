@@ -55,7 +55,7 @@ def test_collectives_keep_their_order_whatever_the_threads_do():
         assert sums == {(i, k): 3.0 * (100 * i + k) for i in range(40) for k in range(1 + i % 3)}
 
 
-def test_collectives_do_what_they_say():
+def test_collectives_compute_what_they_promise():
     def run(rank):
         runner, got = rank.runner(), {}
         runner.open(2)
@@ -90,7 +90,7 @@ class Broken(Exchange):
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_an_error_reaches_every_rank_by_name(size):
+def test_error_on_one_rank_reaches_all_ranks(size):
     def run(rank):
         hook, futures, errors = rank.hook(Broken()), [], []
         for index in range(6):
@@ -113,7 +113,7 @@ def test_an_error_reaches_every_rank_by_name(size):
 
 
 @pytest.mark.parametrize("chunk_bytes", [1 << 20, 4 << 20])  # gloo's all-to-all, and messages that are received first
-def test_a_rank_that_comes_too_late_is_told_so_and_not_blamed(chunk_bytes):
+def test_late_rank_learns_that_the_others_gave_up(chunk_bytes):
     given_up = threading.Event()
     exchange("int8").warm_up(torch.device("cpu"))  # the time limit below is for the ranks, not for the compiler
 
@@ -141,7 +141,7 @@ class Greedy(Broken):
             comm.all_reduce_(bucket.flat)
 
 
-def test_more_collectives_than_declared():
+def test_more_collectives_than_declared_raise():
     def run(rank):
         with pytest.raises(RuntimeError, match=r"collective 3 but declares lanes=2"):
             rank.mean(Greedy(), [torch.ones(3)])
@@ -149,7 +149,7 @@ def test_more_collectives_than_declared():
     thread_ranks(2, run)
 
 
-def test_ranks_that_disagree_are_told_who_said_what():
+def test_error_of_ranks_that_disagree_lists_their_specs():
     def run(rank):
         with pytest.raises(RegisterError, match="rank 0 'fp16', rank 1 'bf16'"):
             rank.hook("bf16" if rank.rank == 1 else "fp16")
@@ -189,7 +189,7 @@ def test_close_and_garbage_collection_end_the_threads():
     assert len(engine_threads()) == before
 
 
-def test_a_step_in_steady_state_takes_no_new_memory():
+def test_steady_state_allocates_no_memory():
     """Jobs get the same blocks again, and hand nothing of them out."""
 
     def run(rank):
@@ -265,7 +265,7 @@ def test_stats_count_what_is_sent(spec, formula, size):
         assert stats.as_dict()["hook"] == spec
 
 
-def test_threads_come_as_jobs_need_them():
+def test_threads_start_when_jobs_need_them():
     def run(rank):
         runner, gate = rank.runner(threads=3), threading.Event()
         runner.open(1)

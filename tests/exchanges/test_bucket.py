@@ -47,7 +47,7 @@ def test_chunks_share_memory_and_know_their_parameters():
     assert chunks[0].grads[0].shape == (7,)
 
 
-def test_a_small_bucket_is_one_chunk():
+def test_small_bucket_is_one_chunk():
     bucket = make_bucket([torch.zeros(7)])
     assert bucket.chunks(7) == [bucket]
 
@@ -69,6 +69,6 @@ def test_mixed_types_are_refused():
         make_bucket([torch.zeros(3), torch.zeros(3, dtype=torch.float64)])
 
 
-def test_no_gradients_are_refused():
+def test_empty_list_of_gradients_is_refused():
     with pytest.raises(ValueError, match="at least one tensor"):
         make_bucket([])

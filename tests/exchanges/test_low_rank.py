@@ -74,7 +74,7 @@ def _group(spec):
 
 
 @pytest.mark.parametrize("wire", ["fp32", "bf16", "int8"])
-def test_a_full_rank_gives_the_exact_mean(wire):
+def test_full_rank_gives_the_exact_mean(wire):
     spec = f"powersgd:rank={ROWS},min_compression=0.01,wire={wire}"
     outcomes = run(2, spec, lambda who, step: [matrix(who)])
     exact = (matrix(0) + matrix(1)) / 2
@@ -83,7 +83,7 @@ def test_a_full_rank_gives_the_exact_mean(wire):
 
 @pytest.mark.parametrize("spec", ["powersgd:rank=2", "powersgd:rank=4", "powersgd:rank=2,batched=true"])
 @pytest.mark.parametrize("integers", [True, False])
-def test_a_mean_of_low_rank_is_reproduced(spec, integers):
+def test_mean_of_low_rank_is_reproduced(spec, integers):
     """Whatever the approximation rank has to spare, and from the first step on: no direction is wasted on noise."""
 
     def low(seed):
@@ -106,20 +106,20 @@ def test_kernels_agree(rank, shape):
     """Numba's and torch's, on stacks with gaps between the matrices."""
     rows, cols = shape
     stack = plain.Stack(3, rows * cols + 2, 3, rows, cols)
-    flat, owed, mean = (matrix(seed, 1, 3 + 3 * (rows * cols + 2))[0] for seed in range(3))
+    flat, residual, mean = (matrix(seed, 1, 3 + 3 * (rows * cols + 2))[0] for seed in range(3))
     p, q = matrix(4, 3 * rank, rows).view(3, rank, rows), matrix(5, 3 * rank, cols).view(3, rank, cols)
     outcomes = []
     for kernel in (plain, cpu):
-        a, e, to_rows, to_cols = flat.clone(), owed.clone(), p.clone(), q.clone()
+        a, e, to_rows, to_cols = flat.clone(), residual.clone(), p.clone(), q.clone()
         kernel.project_(to_rows, a, e, stack, q)
         kernel.project_back_(to_cols, a, stack, p)
         kernel.rebuild_(a, e, stack, p, q, 0.5 * q, torch.tensor(True))
         b = mean.clone()
-        kernel.rebuild_(b, owed.clone(), stack, p, q, q, torch.tensor(False))
+        kernel.rebuild_(b, residual.clone(), stack, p, q, q, torch.tensor(False))
         outcomes.append((to_rows, to_cols, a, e, b))
     for ours, theirs in zip(*outcomes, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-    gap = flat[:3], owed[3 + rows * cols : 5 + rows * cols]
+    gap = flat[:3], residual[3 + rows * cols : 5 + rows * cols]
     for _, _, a, e, _ in outcomes:
         assert torch.equal(a[:3], gap[0])
         assert torch.equal(e[3 + rows * cols : 5 + rows * cols], gap[1])
@@ -128,7 +128,7 @@ def test_kernels_agree(rank, shape):
 @pytest.mark.parametrize("kernel", [plain, cpu])
 @pytest.mark.parametrize("scale", [1e-37, 1e-20, 1.0, 1e20, 1e35])
 @pytest.mark.parametrize("rank", [1, 2, 7])
-def test_rows_come_out_orthonormal_or_zero(kernel, scale, rank):
+def test_rows_are_orthonormal_or_zero(kernel, scale, rank):
     """Whatever their scale, dependence or number."""
     wide = matrix(0, rank, 50)
     cases = {
@@ -176,7 +176,7 @@ EDGES = {
 @pytest.mark.parametrize("edge", EDGES)
 @pytest.mark.parametrize("rank", [1, 3])
 def test_edges_stay_finite_and_are_averaged(edge, rank):
-    """And what comes after them is averaged as ever: zeros must not make a direction vanish for good."""
+    """The steps after them are averaged as usual: zeros must not make a direction vanish for good."""
     grads = [EDGES[edge](matrix(0)), EDGES[edge](matrix(1))]
     later = [matrix(2, ROWS, 1) @ matrix(3, 1, COLS)] * 2
 
@@ -218,7 +218,7 @@ def test_inf_and_nan_pass_through_and_leave_no_trace(bad, spec):
                 assert (same_span < 1e-9 * q.double().square().sum()).all()
 
 
-def test_an_inf_in_an_exact_tensor_leaves_no_trace_either():
+def test_inf_in_an_exact_tensor_leaves_no_trace():
     def main(rank):
         hook = rank.hook(exchange("powersgd:rank=2"))
         averaged(hook, matrix(rank.rank, 64, 64), torch.ones(64))
@@ -231,7 +231,7 @@ def test_an_inf_in_an_exact_tensor_leaves_no_trace_either():
         assert torch.isinf(bias).all()
 
 
-def test_no_error_is_kept_for_what_travels_exactly():
+def test_tensors_sent_exactly_have_no_residual():
     def grads_of(who, step):
         return [matrix(who + step, 64, 64), matrix(who, 1, 64)[0] * 1e3, matrix(who, 3, 64)]
 
@@ -269,7 +269,7 @@ def test_memories_stay_bounded_where_ranks_differ_a_hundredfold(resync, steps, l
     assert max(errors[-500:]) <= 2e-2
 
 
-def test_without_resync_they_grow():
+def test_memories_grow_without_resync():
     """The test above can fail."""
     apart = 100 * matrix(3, 32, 32)
 
@@ -291,7 +291,7 @@ def test_without_resync_they_grow():
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("spec", ["powersgd:rank=2", "powersgd:rank=2,iterations=2", "powersgd:rank=2,batched=true"])
-def test_bytes_are_those_of_the_formula(size, spec):
+def test_sent_bytes_equal_the_formula(size, spec):
     """P, Q and the exact tensors, 2 (N - 1) / N times; what averaging the memories costs is within 3% of it."""
     shapes, steps = [(128, 96), (128,), (96, 128), (4, 6)], 80
     numel = 2 * 128 * 96 + 128 + 4 * 6
@@ -311,7 +311,7 @@ def test_bytes_are_those_of_the_formula(size, spec):
 
 
 @pytest.mark.parametrize("shapes", [[(64, 64)], [(64, 64), (9,)], [(9,)]], ids=str)
-def test_a_chunk_takes_two_collectives_none_of_them_empty(shapes, monkeypatch):
+def test_chunk_takes_two_collectives_none_of_them_empty(shapes, monkeypatch):
     """One for P with all that rides along, one for Q; where nothing is a matrix, one (torch's 3.23)."""
     seen, collect = [], GroupComm._collect
 
@@ -393,10 +393,10 @@ def test_warmup_averages_exactly_and_compresses_afterwards():
         assert torch.allclose(got, exact) == (step < 3), step
 
 
-def test_the_seed_and_only_the_seed_decides_where_it_starts(monkeypatch):
-    """And nobody else's random numbers are touched, on no device (torch's 3.24)."""
+def test_only_the_seed_decides_the_first_directions(monkeypatch):
+    """The global random state is not touched, on any device (torch's 3.24)."""
     for place in ("torch.manual_seed", "torch.cuda.manual_seed", "torch.cuda.manual_seed_all"):
-        monkeypatch.setattr(place, lambda seed: pytest.fail("everybody's seed was set"))
+        monkeypatch.setattr(place, lambda seed: pytest.fail("the global seed was set"))
     torch.random.default_generator.manual_seed(0)
     before = torch.random.get_rng_state()
     first, again, other = (
@@ -451,7 +451,7 @@ def test_resuming_is_exact_and_ranks_may_change():
     torch.testing.assert_close(total, merged["residuals"]["0"])
 
 
-def test_a_loss_scale_change_rescales_the_memory():
+def test_loss_scale_change_rescales_the_memory():
     def main(rank):
         plain, scaled = (rank.hook(exchange("powersgd:rank=1")) for _ in range(2))
         for hook in (plain, scaled):
@@ -466,7 +466,7 @@ def test_a_loss_scale_change_rescales_the_memory():
 
 
 @pytest.mark.parametrize("factor", [0, -1.0, float("nan"), float("inf"), "2", None])
-def test_scale_state_refuses(factor):
+def test_scale_state_refuses_wrong_input(factor):
     def main(rank):
         with pytest.raises(StateError, match="factor must be a finite number above 0"):
             rank.hook("powersgd").scale_state(factor)
@@ -504,7 +504,7 @@ def test_bad_options(spec, said):
         ("powersgd:rank=8,batched=true,min_compression=0.1",) * 2 + ((4, 5),),
     ],
 )
-def test_a_hook_takes_its_own_checkpoint(first, then, shape):
+def test_hook_loads_its_own_checkpoint(first, then, shape):
     """Also where a switch has made a matrix not worth it, and where a bucket has fewer rows than `rank`."""
 
     def main(rank):

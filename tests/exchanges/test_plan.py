@@ -36,7 +36,7 @@ def owners(runs):
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("spec", CUTS)
-def test_every_value_is_dealt_once(spec, parts):
+def test_every_value_is_in_one_part(spec, parts):
     codec = build("codec", spec, CODECS)
     for seed in range(12):
         runs = random_runs(seed)
@@ -90,7 +90,7 @@ def test_shares_are_equal_and_of_whole_blocks(spec, parts):
                 assert ends_its_tensor or piece.numel % align == 0
 
 
-def test_nothing_to_plan():
+def test_empty_bucket():
     made = plan((Run(0, False),), 3, CODECS["int8"]())
     assert made.wire_bytes == 0
     assert not any(part.pieces or part.exempt for part in made.parts)
@@ -157,7 +157,7 @@ def test_exempt_tensors_are_averaged_exactly(spec, coded, size):
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_chunk_border_changes_no_exemption(size):
+def test_chunk_border_changes_no_exemption(size):
     """A piece of a large matrix is still part of a large matrix, one of a long vector still of a vector."""
     assert coded_names("int4", size, chunk_bytes=1024) == LARGE
 
@@ -226,33 +226,33 @@ def register(spec, **options):
     return Hook(made, NoRunner(), rank=0, size=1, device=torch.device("cpu"), params=lambda: PARAMS)
 
 
-def test_a_pattern_that_matches_nothing_warns():
+def test_pattern_that_matches_nothing_warns():
     text = "int4: exempt=nrom matches none of the 6 parameters (embed.weight, norm.weight, "
     with pytest.warns(UserWarning, match=re.escape(text)) as caught:
         register("int4:exempt=nrom")
-    assert caught[0].filename == __file__  # whoever wrote the pattern, not the library
+    assert caught[0].filename == __file__  # the line that wrote the pattern, not one of the library
 
 
 @pytest.mark.parametrize("pattern", ["", " bias", "a,b", "(a", "a\\"])
-def test_a_pattern_that_cannot_stand_in_a_spec_is_refused(pattern):
+def test_pattern_that_no_spec_can_hold_is_refused(pattern):
     with pytest.raises(SpecError, match="exempt is part of a spec, so commas are allowed only inside brackets"):
         register("int4", exempt=pattern)
 
 
-def test_a_pattern_that_matches_everything_is_refused():
+def test_pattern_that_matches_everything_is_refused():
     for pattern in (".", "weight|bias"):
         with pytest.raises(SpecError, match="matches all 6 parameters; use the hook 'exact', or a narrower pattern"):
             register("int4", exempt=pattern)
 
 
-def test_patterns_that_match_something_say_nothing():
+def test_patterns_that_match_do_not_warn():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for spec in ("int4", "int8", "int4:exempt=none", "int8:exempt=auto", "int4:exempt=norm|bias", "int4:exempt=^h"):
             register(spec)
 
 
-def test_switching_checks_too():
+def test_switch_checks_the_pattern():
     hook = register("int4")
     with pytest.raises(SpecError, match="matches all 6"):
         hook.switch("int4:exempt=.")
@@ -278,7 +278,7 @@ def test_switching_checks_too():
         ("int4:shots=three", "int4: shots must be one of auto, one, two, got 'three'"),
     ],
 )
-def test_refused_when_written(spec, text):
+def test_wrong_options_are_refused(spec, text):
     with pytest.raises(SpecError, match=text):
         register(spec)
 
@@ -314,7 +314,7 @@ ONE_OPTION = [
 ]
 
 
-def test_no_option_is_forgotten_here():
+def test_every_option_is_tested_here():
     assert {option for name in CODECS for option in option_types(EXCHANGES[name])} <= OTHERS.keys()
 
 

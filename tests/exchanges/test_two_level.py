@@ -27,7 +27,7 @@ def test_contract(spec, size, check):
     if check.__name__ == "check_traffic":
         return  # inside a node bytes are cheap, and there are more of them: see below for what crosses
     if check.__name__ == "check_residual_survives_inf":
-        return  # a rank owes for its own part alone: see below
+        return  # a rank has a residual for its own part alone: see below
     check(exchange(spec), size)
 
 
@@ -37,7 +37,7 @@ def test_spec_round_trips(spec):
     assert exchange(str(made)) == made
 
 
-def test_an_inf_leaves_what_is_owed_as_it_was():
+def test_inf_leaves_the_residual_unchanged():
     def main(rank):
         hook = rank.hook(exchange("two_level:across=int4(feedback=true),node=2"))
         hook.mean(make_bucket([gaussian(4096, seed=rank.rank).view(64, 64)])).wait()
@@ -49,13 +49,13 @@ def test_an_inf_leaves_what_is_owed_as_it_was():
         after = hook.state_dict()["residuals"]["0"]
         return bool(before.any()), torch.isfinite(bucket.flat[70]), before, after
 
-    for owes, finite, before, after in thread_ranks(4, main):
-        assert owes
+    for has_residual, finite, before, after in thread_ranks(4, main):
+        assert has_residual
         assert not finite
         torch.testing.assert_close(before, after)
 
 
-def test_a_node_sends_every_value_across_once():
+def test_node_sends_every_value_across_once():
     """Two nodes of two: exact inside costs 3 bytes a value a rank and a half, and int8 across half a byte."""
     numel = 65_536
 
@@ -103,7 +103,7 @@ def test_switching_back_and_forth():
             torch.testing.assert_close(mean, torch.full((1600,), 1.5), rtol=1e-2, atol=0)
 
 
-def test_coming_back_finds_the_same_connections():
+def test_returning_to_two_level_reuses_its_connections():
     """As under `auto`, where hooks change at every step."""
 
     def main(rank):
@@ -141,7 +141,7 @@ def test_bad_options(spec, said):
         exchange(spec)
 
 
-def test_ranks_that_do_not_split(monkeypatch):
+def test_ranks_that_do_not_split_into_nodes_are_refused(monkeypatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
 
     def main(rank):
@@ -155,7 +155,7 @@ def test_ranks_that_do_not_split(monkeypatch):
     thread_ranks(3, main)
 
 
-def test_ranks_that_disagree_on_nodes(monkeypatch):
+def test_ranks_that_disagree_on_nodes_are_refused(monkeypatch):
     def main(rank):
         with pytest.raises(RegisterError, match="all ranks must ask for the same"):
             rank.hook(exchange(f"two_level:node={1 + rank.rank % 2}"))
@@ -163,7 +163,7 @@ def test_ranks_that_disagree_on_nodes(monkeypatch):
     thread_ranks(2, main)
 
 
-def paid_by_zeros(hook, numel, steps=150):
+def applied_by_zeros(hook, numel, steps=150):
     """All that comes out while nothing goes in."""
     total = torch.zeros(numel)
     for _ in range(steps):
@@ -173,25 +173,25 @@ def paid_by_zeros(hook, numel, steps=150):
     return total
 
 
-def test_debts_of_other_ranks_parts_are_paid_too():
-    """A merged checkpoint and a switch leave debts in all parts, not only in the one that a rank carries across."""
+def test_residuals_of_other_ranks_parts_are_applied():
+    """A merged checkpoint and a switch leave residuals in all parts, not only in the one that a rank sends across."""
     spec = "two_level:node=2,across=topk(exempt=none)"
 
     def main(rank):
-        owing = rank.hook("topk:exempt=none")
-        owing.mean(make_bucket([gaussian(4096, seed=rank.rank).view(64, 64)])).wait()
-        state = owing.state_dict(merged=True)
+        residual_hook = rank.hook("topk:exempt=none")
+        residual_hook.mean(make_bucket([gaussian(4096, seed=rank.rank).view(64, 64)])).wait()
+        state = residual_hook.state_dict(merged=True)
         loaded = rank.hook(spec)
         loaded.load_state_dict(state)
-        owing.switch(spec)
-        return state["residuals"]["0"] / 4, paid_by_zeros(loaded, 4096), paid_by_zeros(owing, 4096)
+        residual_hook.switch(spec)
+        return state["residuals"]["0"] / 4, applied_by_zeros(loaded, 4096), applied_by_zeros(residual_hook, 4096)
 
-    for owed, after_load, after_switch in thread_ranks(4, main):
-        for paid in (after_load, after_switch):
-            assert float((paid - owed).norm()) < 0.01 * float(owed.norm())
+    for pending, after_load, after_switch in thread_ranks(4, main):
+        for applied in (after_load, after_switch):
+            assert float((applied - pending).norm()) < 0.01 * float(pending.norm())
 
 
-def test_a_refused_switch_leaves_the_levels_as_they_were():
+def test_refused_switch_keeps_the_levels():
     def main(rank):
         hook = rank.hook("two_level:node=1,across=int8")
         with pytest.raises(RegisterError, match="all ranks must ask for the same hook"):
@@ -204,7 +204,7 @@ def test_a_refused_switch_leaves_the_levels_as_they_were():
         torch.testing.assert_close(mean, torch.full((4096,), 0.5), rtol=0.01, atol=0)
 
 
-def test_parts_look_at_the_model_too():
+def test_parts_check_the_model():
     made, params = exchange("two_level:node=1,across=int4(exempt=.*)"), [("w", torch.zeros(64, 64))]
     with pytest.raises(SpecError, match="matches all 1 parameters"):
         made.check(params)

@@ -74,7 +74,7 @@ def test_half_scale(numel, scale):
         assert float(CPU.half_scale(sample)) == float(TORCH.half_scale(sample)) == 1.0
 
 
-def test_says_once_that_numba_is_missing(monkeypatch, caplog):
+def test_missing_numba_is_logged_once(monkeypatch, caplog):
     kernels.load.cache_clear()
     monkeypatch.setattr(kernels, "_numba", None)
     monkeypatch.setitem(sys.modules, "gradwire.kernels.numba", None)

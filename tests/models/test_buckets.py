@@ -131,15 +131,15 @@ def test_old_reducer_is_freed(ranks: Ranks) -> None:
 
 @on_ranks(1, 2, specs=ONE)
 def test_smaller_buckets_by_default(ranks: Ranks) -> None:
-    """On the CPU, where DDP was not told a size and there is somebody to send them to."""
+    """On the CPU, if the user gave DDP no size and there is more than one rank."""
     model = ranks.wrap(seeded(models.Deep, 3, WIDE))
     trial = Trial(ranks, model.module, model=model).steps(2, width=WIDE)
     assert model.bucket_bytes_cap == (25 << 20 if ranks.size == 1 else SMALLEST_BYTES)
     assert len(trial.hook.layouts) == (2 if ranks.size == 1 else 3)
     for spec, ddp in (("exact", {"bucket_cap_mb": 25}), ("powersgd:rank=1", {})):
-        told = ranks.wrap(seeded(models.Deep, 3, WIDE), **ddp)
-        ranks.register(told, spec)
-        assert told.bucket_bytes_cap == 25 << 20
+        other = ranks.wrap(seeded(models.Deep, 3, WIDE), **ddp)
+        ranks.register(other, spec)
+        assert other.bucket_bytes_cap == 25 << 20
 
 
 @on_ranks(2, specs=("bf16", "exact"))
@@ -156,7 +156,7 @@ def test_default_buckets_of_a_large_model(ranks: Ranks) -> None:
 
 @on_ranks(2, specs=("bf16",))
 def test_default_buckets_do_not_count_ignored_parameters(ranks: Ranks) -> None:
-    """Not of the parameters it was told to ignore."""
+    """They are a part of what DDP averages."""
     module = seeded(models.Deep, 8, WIDE)
     ignored = [name for name, _ in module.named_parameters() if int(name.split(".")[1]) >= 4]
     DDP._set_params_and_buffers_to_ignore_for_model(module, ignored)

@@ -82,7 +82,7 @@ def test_uneven_inputs_and_unused_parameters(ranks: Ranks) -> None:
 def test_uneven_inputs_like_plain_ddp(ranks: Ranks) -> None:
     """One input on rank 0, two on the others; gradients are the rank's number + 1."""
     for initial in (True, False):
-        told = []
+        gradients = []
         for hooked in (False, True):
             model = ranks.wrap(torch.nn.Linear(1, 1, bias=False))
             if hooked:
@@ -91,8 +91,10 @@ def test_uneven_inputs_like_plain_ddp(ranks: Ranks) -> None:
                 for _ in range(1 + min(ranks.rank, 1)):
                     model.zero_grad()
                     model(torch.full((1, 1), ranks.rank + 1.0)).sum().backward()
-            told.append(float(model.module.weight.grad))
-        assert told[0] == told[1], f"plain DDP {told[0]}, hooked {told[1]} (divide_by_initial_world_size={initial})"
+            gradients.append(float(model.module.weight.grad))
+        assert gradients[0] == gradients[1], (
+            f"plain DDP {gradients[0]}, hooked {gradients[1]} (divide_by_initial_world_size={initial})"
+        )
 
 
 @on_ranks(2, thorough=(3,), specs=MAIN)

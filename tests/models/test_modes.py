@@ -170,7 +170,7 @@ def test_parameters_frozen_and_unfrozen_between_runs(ranks: Ranks) -> None:
 
 @on_ranks(2, specs=MAIN)
 def test_layer_frozen_before_registration(ranks: Ranks) -> None:
-    """DDP knows the layer, and hands over zeros for it; the others are averaged as ever."""
+    """DDP knows the layer, and hands over zeros for it; the others are averaged as usual."""
     module = seeded(models.Deep, 3)
     model = ranks.wrap(module, find_unused_parameters=True)
     module.layers[1].requires_grad_(False)

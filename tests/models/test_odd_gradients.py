@@ -129,8 +129,8 @@ def test_fewer_values_than_ranks(ranks: Ranks) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x * self.one
 
-    told = pytest.warns(UserWarning, match="there is none") if ranks.spec.startswith("powersgd") else nullcontext()
-    with told:
+    warning = pytest.warns(UserWarning, match="there is none") if ranks.spec.startswith("powersgd") else nullcontext()
+    with warning:
         trained(ranks, seeded(Single))
 
 

@@ -124,8 +124,8 @@ def test_model_with_a_builtin_hook_is_refused(ranks: Ranks) -> None:
 
 @on_ranks(2, thorough=(3,))
 def test_different_hooks_on_ranks_are_refused(ranks: Ranks) -> None:
-    asked = "fp16" if ranks.rank == 0 else "bf16:shots=two"
-    text = refusal(ranks, asked, RegisterError)
+    spec = "fp16" if ranks.rank == 0 else "bf16:shots=two"
+    text = refusal(ranks, spec, RegisterError)
     assert "rank 0 'fp16'" in text
     assert "rank 1 'bf16:shots=two'" in text
 
@@ -139,7 +139,7 @@ def test_auto_on_one_rank_only_is_refused(ranks: Ranks) -> None:
 
 @on_ranks(2, thorough=(3,))
 def test_different_chunks_on_ranks_are_refused(ranks: Ranks) -> None:
-    """Other chunks are other collectives: without a word the ranks would wait for each other."""
+    """Other chunks are other collectives: without the error this would be a deadlock."""
     assert "chunk_bytes" in refusal(ranks, "fp16", RegisterError, chunk_bytes=1024 * (1 + ranks.rank))
     assert "bucket_mb" in refusal(ranks, "fp16", RegisterError, bucket_mb=1 + ranks.rank)
 

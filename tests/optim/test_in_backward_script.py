@@ -51,12 +51,12 @@ def test_close(ranks):
 
 @on_ranks(2)
 def test_hooks_of_the_optimizer_run_once_per_step(ranks):
-    """Hooks of the optimizer run once a step, as ever."""
-    run, told = Run(seeded(Deep, 3), adamw, True, **SMALL), []
-    run.optimizer.register_step_pre_hook(lambda *_: told.append("pre"))
-    run.optimizer.register_step_post_hook(lambda *_: told.append("post"))
+    """Also with several buckets, which are stepped one by one."""
+    run, calls = Run(seeded(Deep, 3), adamw, True, **SMALL), []
+    run.optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
+    run.optimizer.register_step_post_hook(lambda *_: calls.append("post"))
     steps(ranks.rank, 2)(run)
-    assert told == ["pre", "post"] * 2
+    assert calls == ["pre", "post"] * 2
 
 
 @on_ranks(2)

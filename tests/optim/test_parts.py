@@ -100,7 +100,7 @@ class WantsClosure(torch.optim.SGD):
         (torch.optim.SparseAdam, "trial failed with: SparseAdam does not support dense gradients"),
     ],
 )
-def test_optimizers_that_cannot_are_found_out(kind, match):
+def test_optimizers_that_cannot_be_stepped_in_parts_are_refused(kind, match):
     with pytest.raises(RegisterError, match=match):
         check_optimizer(kind(params(), lr=0.1))
 
@@ -117,7 +117,7 @@ def test_closures_and_wrappers_are_refused():
         check_optimizer(replaced)
 
 
-def test_optimizers_that_talk_to_other_ranks_are_refused():
+def test_optimizers_that_communicate_are_refused():
     class Talking(torch.optim.SGD):
         __module__ = "torch.distributed.optim.somewhere"
 
