@@ -1,6 +1,24 @@
 """For all tests."""
 
+import multiprocessing
 import signal
+from collections.abc import Iterator
+from multiprocessing import forkserver
+
+import pytest
 
 # A suite that was started in the background of a shell would ignore Ctrl-C, and so would every process it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# The server that ranks are forked from imports torch while pytest does, and not after it.
+multiprocessing.set_forkserver_preload(["gradwire.testing.preload", "tests.kit.trial"])
+forkserver.ensure_running()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _pools() -> Iterator[None]:
+    """No rank outlives the session."""
+    from tests.kit.ranks import close_pools
+
+    yield
+    close_pools()

@@ -1,4 +1,4 @@
-"""What README and the documentation call by name is there for whoever has only written `import gradwire`."""
+"""Every name in README and the documentation exists after `import gradwire` alone."""
 
 import json
 import re
@@ -22,12 +22,12 @@ def check(act, name):
         act(name)
     except (AttributeError, ImportError) as error:
         missing.append(f"{name}: {error}")
-asked = json.load(sys.stdin)
-for name in asked["names"]:
+names = json.load(sys.stdin)
+for name in names["names"]:
     check(lambda name: eval(name, {"gradwire": gradwire}), name)
-for line in asked["imports"]:
+for line in names["imports"]:
     check(lambda line: exec(line, {}), line)
-for path in asked["paths"]:
+for path in names["paths"]:
     check(pkgutil.resolve_name, path)
 print(json.dumps({"early": early, "missing": missing, "dir": dir(gradwire)}))
 """
@@ -37,22 +37,22 @@ def found(pattern):
     return sorted({match for page in PAGES for match in re.findall(pattern, page.read_text(), re.MULTILINE)})
 
 
-def test_every_name_resolves_and_submodules_load_only_when_asked_for():
-    asked = {
+def test_every_name_resolves_and_submodules_load_on_first_use():
+    names = {
         "names": [name for name in found(NAME) if name not in MODULES],
         "imports": found(r"^(?:from gradwire[\w.]* import [^#(\n]+|import gradwire[\w.]*)"),
         "paths": [*found(r"^::: (\S+)$"), *MODULES],
     }
-    assert "gradwire.optim.step_in_backward" in asked["names"]
-    assert "from gradwire.advisor import Link, measure_compute, predict" in asked["imports"]
-    assert "gradwire.Hook" in asked["paths"]
+    assert "gradwire.optim.step_in_backward" in names["names"]
+    assert "from gradwire.advisor import Link, measure_compute, predict" in names["imports"]
+    assert "gradwire.Hook" in names["paths"]
     done = subprocess.run(
-        [sys.executable, "-c", RESOLVE], input=json.dumps(asked), capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", RESOLVE], input=json.dumps(names), capture_output=True, text=True, timeout=100
     )
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert (told["early"], told["missing"]) == ([], [])
-    assert {"advisor", "ddp_comm_hooks", "optim", "report", "testing"} < set(told["dir"])
+    result = json.loads(done.stdout)
+    assert (result["early"], result["missing"]) == ([], [])
+    assert {"advisor", "ddp_comm_hooks", "optim", "report", "testing"} < set(result["dir"])
 
 
 def test_every_sample_is_python():
@@ -66,7 +66,7 @@ def test_every_sample_is_python():
         compile(text, name, "exec")
 
 
-def test_every_link_between_pages_leads_somewhere():
+def test_every_link_between_pages_has_a_target():
     for page in PAGES:
         for target, anchor in re.findall(r"\]\((?!http)([\w./-]*\.md)(?:#([\w-]+))?\)", page.read_text()):
             path = page.parent / target

@@ -30,7 +30,7 @@ sys.exit(7)
 @pytest.mark.parametrize(
     "what", ["headroom", "int8", *(pytest.param(spec, marks=pytest.mark.thorough) for spec in ("exact", "powersgd"))]
 )
-def test_a_rank_leaves_while_its_mean_is_under_way(tmp_path, what):
+def test_rank_that_exits_during_a_collective_is_not_aborted(tmp_path, what):
     words = [sys.executable, "-c", LEAVE, str(tmp_path / "store")]
     ranks = [subprocess.Popen([*words, str(rank), what], stderr=subprocess.PIPE, text=True) for rank in range(2)]
     ended = [(rank.communicate(timeout=60)[1], rank.returncode) for rank in ranks]

@@ -30,13 +30,13 @@ def test_not_registered():
     assert WholeInt8.name not in CODECS
 
 
-def test_spec_tells_the_rows():
+def test_spec_contains_the_rows():
     """All ranks compare this text when a hook is made."""
     assert [str(Coded(WholeInt8(row))) for row in (None, 100)] == ["whole_int8", "whole_int8:row=100"]
 
 
 @pytest.mark.parametrize("row", [0, -1, 2.0, True, "512"])
-def test_wrong_row(row):
+def test_wrong_row_is_refused(row):
     with pytest.raises(SpecError, match="row must be a whole number of at least 1, got"):
         WholeInt8(row)
 

@@ -11,11 +11,11 @@ from gradwire.engine.verify import fingerprint
 from gradwire.errors import RegisterError, SpecError, StateError
 from gradwire.optim import LocalSGD, PeriodicModelAverager, PostLocalSGDOptimizer
 
-from .local_kit import Net, on_ranks, train, values
+from ..kit.local import Net, on_ranks, train, values
 
 
-def test_averages_when_it_is_time():
-    """Period 3 from step 2 on: after the counts of 2, 5 and 8, and then everybody has the mean."""
+def test_averages_once_per_period_after_the_warmup():
+    """Period 3 from step 2 on: after the counts of 2, 5 and 8, and then all ranks have the mean."""
 
     def run(rank, group):
         averager, param, seen = PeriodicModelAverager(3, 2, group), nn.Parameter(torch.zeros(5)), []
@@ -30,7 +30,7 @@ def test_averages_when_it_is_time():
         assert seen == [10.0 * step + (1 if step in (2, 5, 8) else rank) for step in range(10)]
 
 
-def test_types_strides_and_storages_stay():
+def test_types_strides_and_storages_are_kept():
     """torch's 3.33: a parameter stays where it is and as it is laid out."""
 
     def run(rank, group):
@@ -66,7 +66,7 @@ def test_each_parameter_is_averaged_with_itself():
 @pytest.mark.parametrize(
     "spec", ["bf16", "int8", "int4:exempt=none,feedback=true", "powersgd:rank=1,min_compression=1"]
 )
-def test_parameters_travel_through_any_exchange(spec):
+def test_parameters_are_averaged_by_any_exchange(spec):
     def run(rank, group):
         model = Net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -80,7 +80,7 @@ def test_parameters_travel_through_any_exchange(spec):
     assert torch.isfinite(got).all()
 
 
-def test_resumes_exactly_with_what_feedback_owes():
+def test_resuming_restores_the_residual():
     def make(group):
         model = Net()
         averager = PeriodicModelAverager(3, 1, group, exchange="int4:exempt=none,feedback=true")
@@ -94,10 +94,10 @@ def test_resumes_exactly_with_what_feedback_owes():
         again = make(group)
         for part, state in zip(again, saved, strict=True):
             part.load_state_dict(state)
-        owed = saved[1]["averager"]["exchange"]["all"][0]["residuals"]["0"]
-        assert owed.abs().max() > 0
+        pending = saved[1]["averager"]["exchange"]["all"][0]["residuals"]["0"]
+        assert pending.abs().max() > 0
         waiting = again[1].state_dict()["averager"]["exchange"]["all"][0]["residuals"]["0"]
-        assert torch.equal(waiting, owed)  # also before the first average
+        assert torch.equal(waiting, pending)  # also before the first average
         train(*again, rank.rank, range(9, 20))
         assert torch.equal(values(again[0]), values(model))
         return saved[1]["averager"]
@@ -133,7 +133,7 @@ class Counts(PeriodicModelAverager):
     state_dict = load_state_dict = None
 
 
-def test_optimizer_is_a_whole_optimizer():
+def test_optimizer_supports_closures_hooks_and_schedulers():
     """Closures, hooks, schedulers, new groups; and after loading, the groups are those of the optimizer inside."""
     model = Net()
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -162,7 +162,7 @@ def test_optimizer_is_a_whole_optimizer():
     assert repr(optimizer) == repr(inner)
 
 
-def test_a_state_without_a_count():
+def test_state_without_a_step_count_warns():
     inner = torch.optim.SGD(Net().parameters(), lr=0.1)
     optimizer = PostLocalSGDOptimizer(inner, Counts())
     optimizer.averager.step = 7
@@ -183,14 +183,14 @@ def test_local_sgd_counts_its_steps():
     assert on_ranks(2, run) == [3, 3]
 
 
-def test_bad_input():
+def test_bad_input_is_refused():
     def run(rank, group):
-        for arguments, told in [
+        for arguments, message in [
             ((0,), "period must be a whole number of at least 1, got 0"),
             ((2.5,), "period must be a whole number"),
             ((2, -1), "warmup_steps must be a whole number of at least 0, got -1"),
         ]:
-            with pytest.raises(SpecError, match=told):
+            with pytest.raises(SpecError, match=message):
                 PeriodicModelAverager(*arguments, process_group=group)
         with pytest.raises(SpecError, match="unknown hook"):
             PeriodicModelAverager(2, process_group=group, exchange="int99")
@@ -218,7 +218,7 @@ def test_ranks_with_other_parameters_are_refused():
     on_ranks(2, run)
 
 
-def test_a_period_of_one_is_worth_a_warning():
+def test_period_of_one_warns():
     def run(rank, group):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

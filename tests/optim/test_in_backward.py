@@ -1,154 +1,139 @@
-"""Step in backward: the same bits as stepping after it, for every exchange; and what cannot work is refused."""
+"""Stepping in backward gives the same bits as stepping after it, for every exchange, optimizer and mode of DDP."""
 
 import pytest
 import torch
-from torch import nn
 
-from gradwire.errors import RegisterError
-from gradwire.optim.parts import Parts, check_optimizer
-from gradwire.testing import spawn_ranks
+from gradwire.exchanges import EXCHANGES
+from gradwire.optim import step_in_backward
 
-from . import in_backward_workers as workers
+from ..kit.models import Complex, Deep, Embedded, Picky, Pictures, Reusing, Strided, Tied, batch, rows, seeded
+from ..kit.ranks import on_ranks
+from ..kit.trial import loss
+from .runs import SMALL, Run, adamw, compare, momentum, same, sgd, steps
 
-SAME_BITS = ["every_exchange", "unused", "accumulation"]
-ON_TWO = [
-    "optimizers",
-    "groups_and_schedules",
-    "no_sync_alone",
-    "odd",
-    "frozen",
-    "checkpoint",
-    "closing",
-    "step_hooks",
-    "join",
-    "beside_backward",
-    "misuse",
-    "registration",
+SPECS = [
+    *(name for name in EXCHANGES if name not in ("noop", "powersgd")),
+    "powersgd:rank=1,warmup=1",
+    "int2:feedback=true,exempt=none",
+    "fp16:accumulate=wire",
 ]
 
 
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize(
-    ("size", "names"),
-    [(2, SAME_BITS + ON_TWO), pytest.param(4, SAME_BITS, marks=pytest.mark.thorough)],
-    ids=["2", "4"],
-)
-def test_ranks(size, names):
-    assert spawn_ranks(size, workers.run, names, timeout_s=300) == [None] * size
+# -- the same bits ---------------------------------------------------------------------------------------------------
+@on_ranks(2, thorough=(4,))
+def test_every_exchange(ranks):
+    """Several buckets, cut anew after the first step."""
+    for number, spec in enumerate(SPECS):
+        compare(seeded(Deep, 6), adamw, steps(ranks.rank, 3), spec=spec, set_to_none=(number % 2 == 0,), **SMALL)
 
 
-def params():
-    made = [nn.Parameter(torch.randn(4, 6)), nn.Parameter(torch.randn(6)), nn.Parameter(torch.randn(3, 5))]
-    return [{"params": made[:2]}, {"params": made[2:]}]
+@on_ranks(2)
+def test_optimizers(ranks):
+    kinds = [torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.NAdam, torch.optim.Adafactor]
+    makes = [sgd, momentum, adamw, *(lambda p, kind=kind: kind(p, lr=1e-2) for kind in kinds)]
+    makes += [lambda p, options=options: adamw(p, **options) for options in ({"foreach": True}, {"fused": True})]
+    for make in makes:
+        compare(seeded(Deep, 4), make, steps(ranks.rank), set_to_none=(True,), **SMALL)
 
 
-SPLITS = [
-    "SGD",
-    "Adam",
-    "AdamW",
-    "NAdam",
-    "RAdam",
-    "Adamax",
-    "RMSprop",
-    "Rprop",
-    "Adagrad",
-    "Adadelta",
-    "ASGD",
-    "Adafactor",
-]
+@on_ranks(2)
+def test_groups_and_schedules(ranks):
+    """Groups of their own settings; a scheduler made before or after; settings changed by hand."""
+
+    def make(params):
+        params = list(params)
+        return adamw([{"params": params[:3], "lr": 0.1}, {"params": params[3:], "weight_decay": 0.0}])
+
+    def train(run):
+        schedulers = [torch.optim.lr_scheduler.OneCycleLR(run.optimizer, 0.1, total_steps=10)]
+        for step in range(5):
+            run.step(batch(ranks.rank, step))
+            for scheduler in schedulers:
+                scheduler.step()
+        run.optimizer.param_groups[1]["lr"] = 0.5
+        run.step(batch(ranks.rank, 6))
+
+    compare(seeded(Deep, 4), make, train, **SMALL)
+    late = Run(seeded(Deep, 2), momentum, False)
+    scheduler = torch.optim.lr_scheduler.StepLR(late.optimizer, 1, 0.1)
+    step_in_backward(late.model, late.optimizer)
+    late.step(batch(ranks.rank, 0))
+    scheduler.step()
+    assert late.optimizer.param_groups[0]["lr"] == pytest.approx(1e-3)
 
 
-@pytest.mark.parametrize("kind", SPLITS)
-def test_torchs_optimizers_can_be_stepped_in_parts(kind):
-    """Trying out leaves the optimizer and the random state as they were."""
-    torch.manual_seed(0)
-    made = getattr(torch.optim, kind)(params(), lr=0.1)
-    before, random = [p.detach().clone() for p in Parts(made).params], torch.random.get_rng_state()
-    check_optimizer(made)
-    assert all(map(torch.equal, before, Parts(made).params))
-    assert all(p.grad is None for p in Parts(made).params)
-    assert all("step" not in state or float(state["step"]) == 0 for state in made.state.values())
-    assert torch.equal(random, torch.random.get_rng_state())
+@on_ranks(2, thorough=(4,))
+def test_unused_parameters(ranks):
+    """A parameter that no rank uses is not stepped, one that some rank uses is stepped on all (torch's 3.32)."""
+
+    def train(run, differ=True, **zero):
+        for step in range(4):
+            run.model.module.use = (step % 2, 2 + (step + ranks.rank * differ) % 2)
+            run.step(batch(ranks.rank, step), **zero)
+
+    def train_zeroed(run):
+        train(run, set_to_none=False)
+
+    def train_alike(run):
+        train(run, differ=False)
+
+    compare(seeded(Picky, 5), momentum, train, find_unused_parameters=True, **SMALL)
+    compare(seeded(Picky, 5), momentum, train, find_unused_parameters=True, gradient_as_bucket_view=True, **SMALL)
+    skipping = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
+    compare(seeded(Picky, 5), momentum, train_alike, **skipping, **SMALL)
+    for spec in ("exact", "fp16:feedback=true"):
+        compare(seeded(Picky, 5), momentum, train_zeroed, spec=spec, find_unused_parameters=True, set_to_none=(False,))
+    run = Run(seeded(Picky, 5), momentum, True, find_unused_parameters=True)
+    before = run.model.module.layers[4].weight.detach().clone()
+    train(run)
+    assert torch.equal(before, run.model.module.layers[4].weight), "stepped without a gradient"
+    assert run.model.module.layers[4].weight not in run.optimizer.state
 
 
-class Coupled(torch.optim.SGD):
-    """Divides by the norm of all gradients."""
+@on_ranks(2, thorough=(4,))
+def test_gradient_accumulation(ranks):
+    """Nothing is stepped under no_sync."""
 
-    @torch.no_grad()
-    def step(self, closure=None):
-        every = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        norm = torch.stack([p.grad.norm() for p in every]).norm()
-        for p in every:
-            p.sub_(p.grad / norm)
+    def train(run):
+        for step in range(3):
+            run.step(*(batch(ranks.rank, 10 * step + part) for part in range(3)))
 
-
-class Counting(torch.optim.SGD):
-    """Counts its steps in the group, as schedule-free optimizers do."""
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            group["k"] = group.get("k", 0) + 1
-            for p in group["params"]:
-                p.sub_(p.grad / group["k"])
+    for view in (False, True):
+        compare(seeded(Deep, 4), momentum, train, gradient_as_bucket_view=view, **SMALL)
+    run = Run(seeded(Deep, 2), momentum, True)
+    before = run.values()
+    with run.model.no_sync():
+        loss(run.model(batch(ranks.rank, 0))).backward()
+    same(before, run.values())
 
 
-class CountingItself(torch.optim.SGD):
-    made = 0
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        self.made += 1
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.sub_(p.grad * self.made)
-
-
-class Noisy(torch.optim.SGD):
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.sub_(p.grad + torch.randn_like(p))
+@on_ranks(2)
+def test_step_on_local_gradients(ranks):
+    """A step on gradients that were never averaged is the optimizer's own."""
+    runs = [Run(seeded(Deep, 2), momentum, inside) for inside in (False, True)]
+    for run in runs:
+        with run.model.no_sync():
+            loss(run.model(batch(ranks.rank, 0))).backward()
+        run.optimizer.step()
+    same(runs[0].values(), runs[1].values())
 
 
-class WantsClosure(torch.optim.SGD):
-    def step(self, closure=None):
-        if closure is None:
-            raise ValueError("a closure, please")
+@on_ranks(2)
+def test_odd_layouts_and_types(ranks):
+    """Strides, complex numbers, sparse gradients, tied weights, static graphs."""
+    for view in (False, True):
+        compare(seeded(Pictures), adamw, steps(ranks.rank), gradient_as_bucket_view=view)
+        compare(seeded(Strided), adamw, steps(ranks.rank), gradient_as_bucket_view=view)
+        compare(seeded(Complex), adamw, steps(ranks.rank), gradient_as_bucket_view=view)
+    compare(seeded(Embedded), sgd, steps(ranks.rank, make=rows), set_to_none=(False,))
+    compare(seeded(Tied), adamw, steps(ranks.rank))
+    compare(seeded(Reusing, 3), adamw, steps(ranks.rank), static_graph=True, **SMALL)
 
 
-@pytest.mark.parametrize(
-    ("kind", "match"),
-    [
-        (Coupled, "Coupled cannot be stepped in parts: its step on a parameter depends on the other parameters"),
-        (Counting, "Counting cannot be stepped in parts"),
-        (CountingItself, "CountingItself cannot be stepped in parts"),
-        (Noisy, "Noisy draws random numbers"),
-        (WantsClosure, "trial failed with: a closure, please"),
-        (torch.optim.SparseAdam, "trial failed with: SparseAdam does not support dense gradients"),
-    ],
-)
-def test_optimizers_that_cannot_are_found_out(kind, match):
-    with pytest.raises(RegisterError, match=match):
-        check_optimizer(kind(params(), lr=0.1))
-
-
-def test_closures_and_wrappers_are_refused():
-    flat = [p for group in params() for p in group["params"]]
-    with pytest.raises(RegisterError, match="LBFGS needs a closure"):
-        check_optimizer(torch.optim.LBFGS(flat))
-    with pytest.raises(RegisterError, match=r"must be a torch.optim.Optimizer, got list"):
-        check_optimizer(flat)
-    replaced = torch.optim.SGD(flat, lr=0.1)
-    replaced.step = lambda: None
-    with pytest.raises(RegisterError, match=r"step\(\) of this SGD was replaced"):
-        check_optimizer(replaced)
-
-
-def test_optimizers_that_talk_to_other_ranks_are_refused():
-    class Talking(torch.optim.SGD):
-        __module__ = "torch.distributed.optim.somewhere"
-
-    with pytest.raises(RegisterError, match="talks to other ranks"):
-        check_optimizer(Talking(params(), lr=0.1))
+@on_ranks(2)
+def test_frozen_parameters(ranks):
+    """Parameters without gradients may be in the optimizer; parameters of the model may be in none."""
+    module = seeded(Deep, 3)
+    module.layers[1].requires_grad_(False)
+    compare(module, adamw, steps(ranks.rank))
+    compare(module, lambda params: adamw(list(params)[:2]), steps(ranks.rank), set_to_none=(False,))

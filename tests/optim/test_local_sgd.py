@@ -14,12 +14,12 @@ from gradwire.errors import ExchangeError
 from gradwire.exchanges import Exact
 from gradwire.optim import DiLoCo, LocalSGD
 
-from .local_kit import SPECS, Net, on_ranks, simulated, train, values
+from ..kit.local import SPECS, Net, on_ranks, simulated, train, values
 
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("kind", [LocalSGD, DiLoCo])
-def test_every_step_is_averaging_of_parameters(kind, size):
+def test_sync_at_every_step_averages_parameters(kind, size):
     outer = {} if kind is LocalSGD else {"outer_lr": 1.0, "outer_momentum": 0.0}
 
     def run(rank, group):
@@ -44,7 +44,7 @@ def test_every_step_is_averaging_of_parameters(kind, size):
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize(("fragments", "delay"), [(1, 0), (1, 2), (3, 0), (3, 3)])
-def test_diloco_is_what_the_papers_say(size, fragments, delay):
+def test_diloco_equals_the_simulation(size, fragments, delay):
     """20 steps of rounds of 5: the parameters of every rank, and the global ones."""
 
     def run(rank, group):
@@ -84,7 +84,7 @@ def test_ranks_hold_the_same_bits_after_a_sync(spec):
     assert torch.isfinite(one[-1]).all()
 
 
-def test_fragments_take_turns_and_are_of_like_size():
+def test_fragments_are_of_similar_size_and_synchronised_in_turn():
     """24 equal layers in 4 fragments: a quarter of the values every second step of 8."""
 
     def run(rank, group):
@@ -110,16 +110,19 @@ def test_fragments_take_turns_and_are_of_like_size():
 
 @dataclass(frozen=True)
 class Held(Exact):
-    """Averages when told to."""
+    """Averages when `go` is set."""
 
     go: threading.Event = field(default_factory=threading.Event)
+
+    def __str__(self):
+        return "held"
 
     def mean_(self, bucket, comm, residual=None):
         assert self.go.wait(20)
         Exact.mean_(self, bucket, comm, residual)
 
 
-def test_steps_go_on_while_the_exchange_is_under_way():
+def test_training_continues_during_the_exchange():
     def run(rank, group):
         model, exchange = Net(), Held()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -142,25 +145,25 @@ class Breaks(Exact):
         Exact.mean_(self, bucket, comm, residual)
 
 
-def test_an_error_on_one_rank_ends_all():
+def test_error_on_one_rank_reaches_all_ranks():
     def run(rank, group):
         model = Net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        told = ""
+        text = ""
         try:
             with LocalSGD(model, optimizer, every=2, exchange=Breaks(), process_group=group):
                 train(model, optimizer, rank.rank, range(2))
         except ExchangeError as error:
-            told = str(error)
+            text = str(error)
         train(model, optimizer, rank.rank, range(2, 6))  # the optimizer is free again
-        return told
+        return text
 
-    for told in on_ranks(2, run):
-        assert "averaging parameters at step 2 failed" in told
-        assert "no such thing" in told
+    for text in on_ranks(2, run):
+        assert "averaging parameters at step 2 failed" in text
+        assert "no such thing" in text
 
 
-def test_an_error_of_the_loop_leaves_the_parameters_alone():
+def test_error_in_the_loop_leaves_the_parameters_unchanged():
     def run(rank, group):
         model = Net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -192,7 +195,7 @@ class Odd(nn.Module):
 
 
 @pytest.mark.parametrize(("fragments", "delay"), [(1, 0), (6, 2)])
-def test_types_strides_and_storages_stay(fragments, delay):
+def test_types_strides_and_storages_are_kept(fragments, delay):
     def run(rank, group):
         model = Odd()
         form = [(p.dtype, p.stride(), p.data_ptr()) for p in model.parameters()]
@@ -213,7 +216,7 @@ def test_types_strides_and_storages_stay(fragments, delay):
     assert one == other
 
 
-def test_a_rounded_parameter_that_rests_does_not_move_its_global_value():
+def test_bfloat16_parameter_without_updates_keeps_its_global_value():
     """The global value of a bfloat16 parameter has more digits than the parameter; the difference is no movement."""
 
     def run(rank, group):

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.errors import RegisterError, SpecError, StateError
 from gradwire.optim import DiLoCo, LocalSGD
 
-from .local_kit import Net, on_ranks, train
+from ..kit.local import Net, on_ranks, train
 
 
 def _another(**changes):
@@ -25,7 +25,7 @@ def _another(**changes):
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"every": 5}, r"same local training, got rank 0 'DiLoCo\(every=4.*rank 1 'DiLoCo\(every=5"),
         ({"fragments": 3}, "fragments=2.*fragments=3"),
@@ -35,13 +35,13 @@ def _another(**changes):
         ({"model": lambda: nn.Linear(3, 4)}, "same model"),
     ],
 )
-def test_a_rank_with_other_settings_is_refused(changes, told):
+def test_different_settings_on_ranks_are_refused(changes, message):
     for text in _another(**changes):
-        assert re.search(told, text), text
+        assert re.search(message, text), text
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         ({"every": 0}, "every must be a whole number of at least 1, got 0"),
         ({"every": 2.5}, "every must be a whole number"),
@@ -55,28 +55,28 @@ def test_a_rank_with_other_settings_is_refused(changes, told):
         ({"every": 4, "exchange": "int99"}, "unknown hook 'int99'"),
     ],
 )
-def test_bad_settings(settings, told):
+def test_bad_settings_are_refused(settings, message):
     model = Net()
-    with pytest.raises(SpecError, match=told):
+    with pytest.raises(SpecError, match=message):
         DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1), **settings)
 
 
-def test_bad_objects():
+def test_bad_objects_are_refused():
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ddp = DistributedDataParallel.__new__(DistributedDataParallel)
-    for wrong, other, told in [
+    for wrong, other, message in [
         (ddp, optimizer, "takes the plain module"),
         (model, None, "takes a torch.nn.Module and a torch.optim.Optimizer, got Net and NoneType"),
         (Net(), optimizer, "holds no parameter of the model"),
         (nn.ReLU(), optimizer, "nothing to average"),
         (model, optimizer, "there is no process group"),
     ]:
-        with pytest.raises(RegisterError, match=told):
+        with pytest.raises(RegisterError, match=message):
             LocalSGD(wrong, other, every=2)
 
 
-def test_bad_use():
+def test_bad_use_is_refused():
     def run(rank, group):
         model = Net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -8,12 +8,12 @@ import torch
 from gradwire.errors import RegisterError
 from gradwire.optim import DiLoCo, LocalSGD
 
-from .local_kit import SPECS, Net, on_ranks, train, values
+from ..kit.local import SPECS, Net, on_ranks, train, values
 
 
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize(("fragments", "delay"), [(1, 0), (2, 3)])
-def test_resumes_exactly_in_the_middle_of_a_round(spec, fragments, delay):
+def test_resuming_in_the_middle_of_a_round_is_exact(spec, fragments, delay):
     """Step 13 of rounds of 5: some fragments have had their turn, and with a delay one is under way."""
 
     def make(rank, group):
@@ -48,8 +48,8 @@ def test_resumes_exactly_in_the_middle_of_a_round(spec, fragments, delay):
 
 @pytest.mark.parametrize(("old", "new"), [(4, 2), (2, 4), (2, 1)])
 @pytest.mark.parametrize("merged", [True, False])
-def test_goes_on_with_another_number_of_ranks(old, new, merged):
-    """Global values and momentum are taken over, what feedback owes keeps its sum, and training goes on."""
+def test_resuming_on_another_number_of_ranks(old, new, merged):
+    """Global values and momentum are taken over, the residuals keep their sum, and training goes on."""
     settings = {"every": 5, "exchange": "int4:exempt=none,feedback=true", "fragments": 2, "delay": 3}
 
     def first(rank, group):
@@ -83,8 +83,8 @@ def test_goes_on_with_another_number_of_ranks(old, new, merged):
         assert not torch.equal(end, start)
     for name in states[0]["exchange"]["residuals"]:
         kept = [state["exchange"]["residuals"][name] for state in (states[:1] if merged else states)]
-        owed = [loaded["exchange"]["residuals"][name] for loaded, _, _ in results]
-        torch.testing.assert_close(torch.stack(owed).sum(0), torch.stack(kept).sum(0), rtol=1e-4, atol=1e-6)
+        pending = [loaded["exchange"]["residuals"][name] for loaded, _, _ in results]
+        torch.testing.assert_close(torch.stack(pending).sum(0), torch.stack(kept).sum(0), rtol=1e-4, atol=1e-6)
         assert torch.stack(kept).abs().max() > 0
 
 

@@ -66,20 +66,24 @@ class Rank:
 
 
 def thread_ranks(size: int, run: Callable[[Rank], T], timeout_s: float = 20.0) -> list[T]:
-    """Run `run` on `size` ranks at once; their results in order. The first error is raised, and nothing hangs.
+    """Run `run` on `size` ranks at once; their results in order. The error of the lowest rank is raised.
 
-    gloo's own time limit is `timeout_s`, so a rank that waits for one that failed ends too.
+    A rank closes its hooks when all ranks have returned, for another one may still be connecting to it, or at once when
+    one fails. The time limit of collectives is `timeout_s`, so no rank waits for ever.
     """
     store, results, errors = HashStore(), {}, {}
+    returned = threading.Barrier(size)
 
     def main(rank: Rank) -> None:
         try:
             results[rank.rank] = run(rank)
         except BaseException as error:
             errors[rank.rank] = error
-        finally:
-            with suppress(Exception):
-                rank.close()
+            returned.abort()
+        with suppress(threading.BrokenBarrierError):
+            returned.wait()
+        with suppress(Exception):
+            rank.close()
 
     ranks = [Rank(index, size, store, timeout_s) for index in range(size)]
     threads = [threading.Thread(target=main, args=(rank,), daemon=True) for rank in ranks]

@@ -1,0 +1,146 @@
+"""An error on one rank reaches all ranks, no rank waits for ever, and programs end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import gradwire
+from gradwire.exchanges.base import Comm
+from gradwire.testing import RankFailed, spawn_ranks
+
+from ..kit import models
+from ..kit.failing import Failing
+from ..kit.models import batch, seeded
+from ..kit.ranks import Ranks, on_ranks
+from ..kit.trial import raised, train
+from . import forgetful
+
+EXIT_CODE = 3
+
+
+def run_into(ranks: Ranks, exchange: Failing, steps: int, **ddp: float) -> str:
+    """Train until backward raises; the text. The other ranks must not have had to wait for their time limit."""
+    model = ranks.wrap(seeded(models.Deep, 6), **ddp)
+    hook = ranks.register(model, exchange)
+    text = raised(RuntimeError, lambda: train(model, (batch(ranks.rank, step) for step in range(steps))))
+    hook.close()
+    assert "Timed out" not in text, text
+    return text
+
+
+def check_texts(ranks: Ranks, text: str, guilty: int) -> None:
+    assert "ValueError" in text, text
+    assert "boom" in text, text
+    if ranks.rank != guilty:
+        assert f"rank {guilty}" in text, text
+        assert "another rank failed" in text, text
+
+
+@on_ranks(2, 4, thorough=(3,))
+def test_error_on_rank_1_reaches_all_ranks(ranks: Ranks) -> None:
+    """At step 3; there is one bucket, so this is job 3."""
+    check_texts(ranks, run_into(ranks, Failing(1, at=3), steps=5), guilty=1)
+
+
+@on_ranks(2, thorough=(3,))
+def test_error_on_rank_0_among_other_buckets_reaches_all_ranks(ranks: Ranks) -> None:
+    check_texts(ranks, run_into(ranks, Failing(0, at=5), steps=5, bucket_cap_mb=0.002), guilty=0)
+
+
+@on_ranks(2, thorough=(3,))
+def test_training_continues_in_a_new_ddp_after_a_failure(ranks: Ranks) -> None:
+    model = ranks.wrap(seeded(models.Deep, 3))
+    ranks.register(model, Failing(1, at=2))
+    raised(RuntimeError, lambda: train(model, (batch(ranks.rank, step) for step in range(3))))
+    again = ranks.wrap(model.module)
+    hook = ranks.register(again, "exact")
+    train(again, (batch(ranks.rank, step) for step in range(3)))
+    assert hook.steps == 3
+
+
+class Greedy(Failing):
+    """Issues more collectives than it declares."""
+
+    def fail(self, comm: Comm) -> None:
+        comm.all_reduce_(torch.zeros(1))
+
+
+@on_ranks(2)
+def test_more_collectives_than_lanes_raise(ranks: Ranks) -> None:
+    model = ranks.wrap(seeded(models.Deep, 3))
+    ranks.register(model, Greedy(ranks.rank, at=2))
+    text = raised(RuntimeError, lambda: train(model, (batch(ranks.rank, step) for step in range(3))))
+    assert "issued collective 2 but declares lanes=1" in text
+
+
+class Dying(Failing):
+    """Ends its process in the middle of a job, without an error."""
+
+    def fail(self, comm: Comm) -> None:
+        os._exit(EXIT_CODE)
+
+
+def lose_a_rank(rank: int, size: int, folder: Path, guilty: int) -> None:
+    """Rank `guilty` dies in its eighth job; with 0 the store dies too. The others write down what they saw."""
+    serve_the_store_on_rank_0(rank, size)
+    model = DDP(seeded(models.Deep, 6), bucket_cap_mb=0.002)
+    hook = gradwire.register(model, Dying(guilty, at=8))
+    text = raised(RuntimeError, lambda: train(model, (batch(rank, step) for step in range(20))))
+    hook.close()
+    Path(folder, f"{rank}.txt").write_text(text)
+    assert dist.is_initialized()
+
+
+def serve_the_store_on_rank_0(rank: int, size: int) -> None:
+    """Make the world again, with its store where torchrun has it."""
+    old = c10d._get_default_store()
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
+        old.set("port", str(store.port))
+    else:
+        store = dist.TCPStore("127.0.0.1", int(old.get("port")), size, wait_for_workers=False)
+    dist.barrier()  # no rank is still connecting to the world that ends here
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+
+
+@pytest.mark.parametrize(("size", "guilty"), [(2, 0), pytest.param(3, 1, marks=pytest.mark.thorough)])
+def test_rank_that_dies_ends_the_others(size: int, guilty: int, tmp_path: Path) -> None:
+    with pytest.raises(RankFailed) as caught:
+        spawn_ranks(size, lose_a_rank, tmp_path, guilty, timeout_s=100.0)
+    assert str(caught.value) == f"rank {guilty}: died with exit code {EXIT_CODE}"
+    survivors = set(range(size)) - {guilty}
+    assert {int(path.stem) for path in tmp_path.glob("*.txt")} == survivors
+    for rank in survivors:
+        assert "another rank failed" in Path(tmp_path, f"{rank}.txt").read_text()
+
+
+@pytest.mark.parametrize("endings", [("nothing", "destroy"), ("raise", "in flight")], ids=" and ".join)
+def test_program_that_does_not_close_its_hook_ends(endings: tuple[str, str], tmp_path: Path) -> None:
+    """With its own exit code, and without any output."""
+    command = [sys.executable, "-W", "error", forgetful.__file__]
+    programs = [
+        subprocess.Popen(
+            [*command, str(rank), "2", str(tmp_path / "store"), ending],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank, ending in enumerate(endings)
+    ]
+    try:
+        output = [program.communicate(timeout=100)[0] for program in programs]
+    finally:
+        for program in programs:
+            program.kill()
+    assert [program.returncode for program in programs] == [forgetful.EXIT_CODES[ending] for ending in endings], output
+    assert output == ["", ""]
