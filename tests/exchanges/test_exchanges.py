@@ -10,7 +10,7 @@ from gradwire.exchanges.bucket import make_bucket
 from gradwire.testing import thread_ranks
 from gradwire.testing.contracts import gaussian
 
-from .exchanges.test_contracts import SPECS
+from .test_contracts import SPECS
 
 
 @pytest.mark.parametrize("spec", SPECS)
