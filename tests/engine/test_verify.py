@@ -13,9 +13,9 @@ from gradwire.exchanges.bucket import make_bucket, segments_of
 from gradwire.testing import spawn_ranks, thread_ranks
 from gradwire.testing.contracts import gaussian
 from gradwire.testing.contracts.exchanges import input_of
-from gradwire.testing.mutants import mutants
 
 from ..exchanges.test_contracts import AVERAGING, LOSSY, Halves, Referenced, cases
+from ..kit.mutants import mutants
 
 
 @pytest.fixture(autouse=True)

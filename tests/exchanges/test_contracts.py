@@ -1,6 +1,7 @@
 """Every registered exchange, with the options that matter, keeps every contract; and no contract accepts a mutant."""
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -8,13 +9,15 @@ import pytest
 import torch
 
 from gradwire.exchanges import EXCHANGES, Exchange, exchange
-from gradwire.exchanges.bucket import make_bucket
+from gradwire.exchanges.bucket import Bucket, make_bucket
 from gradwire.exchanges.reference import backend_mean
 from gradwire.exchanges.simulated import simulate
-from gradwire.testing import check_exchange
-from gradwire.testing.contracts import check_rejects_mutants, gaussian
+from gradwire.testing import Rank, check_exchange, thread_ranks
 from gradwire.testing.contracts import exchanges as contracts
-from gradwire.testing.mutants import MUTANTS, RESIDUAL_MUTANTS, Mutant, mutants
+from gradwire.testing.contracts import gaussian
+from gradwire.testing.contracts.exchanges import Observed, compare, input_of, observe, references, same_bits
+
+from ..kit.mutants import MUTANTS, RESIDUAL_MUTANTS, Mutant, mutants
 
 SPECS = [
     *EXCHANGES,
@@ -124,6 +127,40 @@ def test_one_rank_keeps_its_gradients(spec):
 
 
 # -- mutants -----------------------------------------------------------------------------------------------------------
+
+
+def check_rejects_mutants(exchange: Exchange, size: int) -> None:
+    """The comparison with the reference rejects every mutant of the exchange, so it is worth something.
+
+    It needs an exchange with a `reference`; a mutant that changes nothing is an error too.
+    """
+
+    def inputs(rank: int, step: int) -> list[Bucket]:
+        return [input_of(rank, step)]
+
+    def run(rank: Rank) -> dict[str, list[Observed]]:
+        return {name: observe(rank, made, inputs) for name, made in {"": exchange, **wrong}.items()}
+
+    wrong = mutants(exchange)
+    everyone = thread_ranks(size, run, 100.0)
+    right = [own[""] for own in everyone]
+    wanted = references(exchange, right)
+    compare(exchange, right, wanted)
+    for name, made in wrong.items():
+        assert not _same([own[name] for own in everyone], right), f"{made} changes nothing"
+        try:
+            compare(made, [own[name] for own in everyone], wanted)
+        except AssertionError:
+            continue
+        raise AssertionError(f"{made} passes the comparison with the reference of {exchange}")
+
+
+def _same(some: Sequence[Sequence[Observed]], others: Sequence[Sequence[Observed]]) -> bool:
+    """Whether two runs have the same results and residuals, bit for bit, on all ranks."""
+    pairs = [pair for mine, theirs in zip(some, others, strict=True) for pair in zip(mine, theirs, strict=True)]
+    tensors = [(a.result, b.result) for a, b in pairs]
+    tensors += [(a.residual, b.residual) for a, b in pairs if a.residual is not None and b.residual is not None]
+    return all(same_bits(*pair) for pair in tensors)
 
 
 def test_there_are_enough_mutants():
