@@ -18,7 +18,7 @@ import torch
 
 from gradwire._torch import GradBucket
 from gradwire._torch.ddp import drop_precision_hook, free_low_precision, is_ignored, use_full_precision
-from gradwire.ddp_comm_hooks._group import averaged
+from gradwire.ddp_comm_hooks._group import EXACT, average
 from gradwire.models.ddp import from_ddp
 from gradwire.optim.in_backward import at_the_very_end
 
@@ -53,7 +53,7 @@ def _reducer_allreduce_and_upcast_hook(
                 _restore(param)
         return mean
 
-    return averaged("exact", model.process_group, bucket).then(upcast)
+    return average(EXACT, model.process_group, bucket).then(upcast)
 
 
 def _fill(bucket: GradBucket) -> None:

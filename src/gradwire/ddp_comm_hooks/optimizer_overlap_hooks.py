@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire._torch import GradBucket
 from gradwire._torch.ddp import averaged_params, skip_late_registration
 from gradwire._torch.optim import has_optimizers_in_backward, step_in_backward
-from gradwire.ddp_comm_hooks._group import averaged, hook_of
+from gradwire.ddp_comm_hooks._group import EXACT, average, hook_of
 from gradwire.errors import RegisterError
 from gradwire.exchanges.base import Comm
 from gradwire.models.ddp import from_ddp
@@ -111,7 +111,7 @@ def _apply_optim_in_backward_hook(gradient_is_bucket_view: bool) -> AnyHook:
                     _use(param, grad, is_view=gradient_is_bucket_view)
             return done.value()
 
-        return averaged("exact", model.process_group, bucket).then(step)
+        return average(EXACT, model.process_group, bucket).then(step)
 
     return apply_optim_in_backward_hook
 
@@ -169,7 +169,7 @@ def _used_anywhere(model: DistributedDataParallel) -> set[torch.Tensor]:
     def count(comm: Comm) -> None:
         comm.all_reduce_(flags)
 
-    hook_of("exact", model.process_group, flags.device).run(count)
+    hook_of(EXACT, model.process_group, flags.device).run(count)
     return {param for param, flag in zip(params, flags.tolist(), strict=True) if flag}
 
 

@@ -6,7 +6,7 @@ import itertools
 import logging
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -179,7 +179,7 @@ class _Carried(Uncopied):
     def average(self, bucket: Any) -> Future[Tensor]:
         """Average one bucket, or the (gradient, parameter) pair of DDP's compiled reducer."""
         if isinstance(bucket, tuple):
-            return cast(Future[Tensor], traced_mean(self.hook.exchange, self.group, *bucket))
+            return traced_mean(self.hook.exchange, self.group, *bucket)  # type: ignore[no-any-return]
         ours = from_ddp(bucket, lambda param: self._names[param])
         pilot = self.hook.pilot
         if pilot is not None and self.hook.opens_step(ours):
