@@ -154,9 +154,8 @@ class PowerSGDState:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore everything but the process group: a group other than the world must be set before training."""
-        lost = state.get("process_group")
-        self.process_group = dist.group.WORLD if lost is None else lost
-        logger.warning(_WORLD_NOTE if lost is None else _LOST_NOTE)
+        self.process_group = state.get("process_group")
+        logger.warning(_WORLD_NOTE if self.process_group is None else _LOST_NOTE)
         self._begin(state["hook"])
         for key in (*_SETTINGS, *_COUNTERS):
             setattr(self, key, state[key])

@@ -35,7 +35,7 @@ from gradwire.exchanges.base import DEFAULT_BUCKETS, Comm
 from gradwire.exchanges.bucket import Bucket, segments_of
 from gradwire.models.buckets import check_bucket_mb, rebucket
 from gradwire.models.checks import check_group, check_model, check_parameters
-from gradwire.models.compiled import traced_mean
+from gradwire.models.compiled import plain_name, traced_mean, uncompiled
 from gradwire.models.uncopied import Uncopied
 
 log = logging.getLogger("gradwire")
@@ -93,6 +93,7 @@ def attach(
     requested: str | None = None,
 ) -> Hook:
     """Give `model` a hook that averages over `group`, by default the model's own group. See `register`."""
+    model = uncompiled(model)
     check_model(model, requested or str(exchange))
     check_group(group)
     params = _named_parameters(model)
@@ -167,7 +168,7 @@ class _Carried(Uncopied):
         self.hook = hook
         self.group = group
         self._model = weakref.ref(model)
-        self._names = {param: name for name, param in model.module.named_parameters()}
+        self._names = {param: plain_name(name) for name, param in model.module.named_parameters()}
         self._live = True
         self._scale: Callable[[], float] | None = None
         self._watch_join(model)
@@ -249,6 +250,6 @@ def _named_parameters(model: DistributedDataParallel) -> Callable[[], list[tuple
 
     def params() -> list[tuple[str, Tensor]]:
         named = [] if (alive := module()) is None else alive.named_parameters()
-        return [(name, param) for name, param in named if param.requires_grad and name not in ignored]
+        return [(plain_name(name), param) for name, param in named if param.requires_grad and name not in ignored]
 
     return params
