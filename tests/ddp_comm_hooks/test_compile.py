@@ -152,7 +152,7 @@ def compiled_autograd(rank, name, backend="eager", fullgraph=True):
 
 
 def compare(rank, size, names, forms):
-    """For each hook and form the largest difference from the result without torch.compile."""
+    """For each hook and form the largest difference from the result without torch.compile, over the largest value."""
     results = {}
     for name in names:
         expected = uncompiled(rank, name)
@@ -164,7 +164,8 @@ def compare(rank, size, names, forms):
 
 def difference(got, expected):
     pairs = zip(got, expected, strict=True)
-    return max(float((a - b).abs().max()) if a.numel() else float(b.numel()) for a, b in pairs)
+    worst = max(float((a - b).abs().max()) if a.numel() else float(b.numel()) for a, b in pairs)
+    return worst / max(float(value.abs().max()) for value in expected if value.numel())
 
 
 def python_reducer(rank, name):
@@ -190,7 +191,7 @@ def errors_of(rank, size, names, form, options):
 def inductor(rank, size, name):
     expected = uncompiled(rank, name)
     got = compiled_autograd(rank, name, backend="inductor")
-    return difference(got, expected), max(float(value.abs().max()) for value in expected)
+    return difference(got, expected)
 
 
 def spawn(run, *args):
@@ -222,7 +223,15 @@ def test_compiled_autograd_with_half_precision_hooks_and_a_codec():
 @pytest.mark.timeout(600)
 @pytest.mark.thorough
 def test_compiled_autograd_with_every_drop_in_hook_that_works_without_buckets():
-    check_same(list(PLAIN), compiled_autograd)
+    check_same([name for name in PLAIN if name != "quantization_pertensor_hook"], compiled_autograd)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.thorough
+def test_compiled_autograd_with_one_scale_per_gradient():
+    """The hook has one scale per bucket otherwise, so both round, each value by up to half a step of 1/127."""
+    for results in spawn(compare, ["quantization_pertensor_hook"], [compiled_autograd]):
+        assert max(results.values()) <= 2 * 0.5 / 127
 
 
 @pytest.mark.timeout(600)
@@ -264,8 +273,8 @@ def test_the_hook_of_mixed_precision_refuses_compiled_autograd():
 @pytest.mark.timeout(600)
 @pytest.mark.thorough
 def test_compiled_autograd_with_inductor():
-    for worst, largest in spawn(inductor, "fp16_compress_hook"):
-        assert worst <= 2**-10 * largest  # the compiler may fuse a product and a sum, which moves a float16 by one step
+    for worst in spawn(inductor, "fp16_compress_hook"):
+        assert worst <= 2**-10  # the compiler may fuse a product and a sum, which moves a float16 by one step
 
 
 def test_every_drop_in_hook_is_covered():

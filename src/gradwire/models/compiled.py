@@ -19,16 +19,6 @@ from gradwire.exchanges.base import Comm, Exchange
 from gradwire.exchanges.bucket import Bucket, segments_of
 
 
-def plain_name(name: str) -> str:
-    """A parameter's name without what torch.compile puts before it, so that state fits the uncompiled model too."""
-    return name.replace("_orig_mod.", "")
-
-
-def uncompiled(model: Any) -> Any:
-    """The model that torch.compile was given; other models are returned as they are."""
-    return getattr(model, "_orig_mod", model)
-
-
 class TracedComm:
     """Collectives that torch.compile can trace."""
 

@@ -23,6 +23,7 @@ from gradwire._torch.ddp import (
     shadow_backward,
 )
 from gradwire._torch.distributed import backend_of, store_of, timeout_of
+from gradwire._torch.traced import plain_name, uncompiled
 from gradwire.auto.pilot import Pilot
 from gradwire.auto.settings import auto
 from gradwire.engine.hook import Hook
@@ -35,7 +36,7 @@ from gradwire.exchanges.base import DEFAULT_BUCKETS, Comm
 from gradwire.exchanges.bucket import Bucket, segments_of
 from gradwire.models.buckets import check_bucket_mb, rebucket
 from gradwire.models.checks import check_group, check_model, check_parameters
-from gradwire.models.compiled import plain_name, traced_mean, uncompiled
+from gradwire.models.compiled import traced_mean
 from gradwire.models.uncopied import Uncopied
 
 log = logging.getLogger("gradwire")
