@@ -1,7 +1,7 @@
 """Private names of torch.compile, and of `torch.distributed._functional_collectives`, which it can trace.
 
-A collective of `torch.distributed` itself breaks the graph, or is replaced by one of these. They are looked up when this
-module is imported: the compiler traces what the functions do.
+A collective of `torch.distributed` itself breaks the graph, or is replaced by one of these. They are looked up when
+this module is imported: the compiler traces what the functions do.
 """
 
 from __future__ import annotations

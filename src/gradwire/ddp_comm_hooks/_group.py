@@ -6,6 +6,7 @@ made for the first bucket.
 
 import logging
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from gradwire._torch import GradBucket
 from gradwire.engine.hook import Hook
 from gradwire.errors import RegisterError
 from gradwire.exchanges import Exact, Exchange
@@ -24,16 +26,16 @@ from gradwire.models.ddp import from_ddp, make_hook
 TORCH = "torch.distributed.algorithms.ddp_comm_hooks"
 EXACT = Exact()
 
+AnyHook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
+
 _hooks: "weakref.WeakKeyDictionary[Any, dict[Exchange, Hook]]" = weakref.WeakKeyDictionary()
 
 
 def average(exchange: Exchange, group: dist.ProcessGroup | None, bucket: Any) -> Future[Tensor]:
     """Average a `GradBucket`, or the `(gradient, parameter)` pair that DDP's compiled reducer passes.
 
-    Args:
-        exchange: Made before the call, because `torch.compile` traces this function and cannot trace the making of one.
-        group: The ranks; None is the world, as there is no model to ask.
-        bucket: All ranks of the group must call this for the same buckets in the same order.
+    A group of None is the world. All ranks of the group must call this for the same buckets in the same order.
+    `torch.compile` traces this function, and cannot trace how an exchange is made from a spec.
     """
     if isinstance(bucket, tuple):
         return traced_mean(exchange, group_or_world(group), *bucket)  # type: ignore[no-any-return]
@@ -69,13 +71,7 @@ def group_or_world(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def check_bucket(bucket: Any, hook: str, instead: str) -> None:
-    """Raise RegisterError for the `(gradient, parameter)` pair of DDP's compiled reducer.
-
-    Args:
-        bucket: What DDP passed to the hook.
-        hook: The name of the hook, and why it needs buckets.
-        instead: A hook or call that works under the compiled reducer.
-    """
+    """Raise RegisterError for the pair of DDP's compiled reducer. `hook` says who needs buckets, and why."""
     if isinstance(bucket, tuple):
         raise RegisterError(
             f"{hook}, and DDP's compiled reducer passes single gradients; set torch._dynamo.config.optimize_ddp = "
@@ -104,25 +100,18 @@ def usable_group(group: dist.ProcessGroup | str | None, member: str) -> dist.Pro
     return group
 
 
-class Log:
+class Log(logging.LoggerAdapter[logging.Logger]):
     """Logs to torch's logger of a module, which callers of torch's hooks filter by, and to gradwire's.
 
-    Without logging set up only torch's is used: it has a handler of its own, and one line on stderr is enough.
+    Where logging is not set up only torch's is used: it has its own handler, and one line on stderr is enough.
     """
 
     def __init__(self, module: str) -> None:
-        self._torch = logging.getLogger(f"{TORCH}.{module}")
+        super().__init__(logging.getLogger(f"{TORCH}.{module}"))
         self._own = logging.getLogger(f"gradwire.ddp_comm_hooks.{module}")
 
-    def info(self, message: str, *values: object) -> None:
-        """Log progress."""
-        self._log(logging.INFO, message, values)
-
-    def warning(self, message: str, *values: object) -> None:
-        """Log what the user should know."""
-        self._log(logging.WARNING, message, values)
-
-    def _log(self, level: int, message: str, values: tuple[object, ...]) -> None:
-        self._torch.log(level, message, *values, stacklevel=3)
+    def log(self, level: int, msg: object, *args: object, **options: Any) -> None:
+        """What `info` and `warning` call."""
+        self.logger.log(level, msg, *args, **{"stacklevel": 3, **options})
         if self._own.hasHandlers():
-            self._own.log(level, message, *values, stacklevel=3)
+            self._own.log(level, msg, *args, **{"stacklevel": 3, **options})

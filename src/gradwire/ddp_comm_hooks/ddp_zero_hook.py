@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire._torch import GradBucket
 from gradwire._torch.ddp import comm_hook_of
 from gradwire._torch.optim import has_optimizers_in_backward, zero_has_started, zero_overlaps, zero_params
-from gradwire.ddp_comm_hooks._group import check_bucket
+from gradwire.ddp_comm_hooks._group import AnyHook, check_bucket
 from gradwire.ddp_comm_hooks._zero import ZeroStep
 from gradwire.errors import RegisterError, SpecError
 from gradwire.exchanges.bucket import Bucket
@@ -27,8 +27,6 @@ if TYPE_CHECKING:  # importing torch's optimizers warns and takes a second; call
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
 __all__ = ["hook_with_zero_step", "hook_with_zero_step_interleaved"]
-
-AnyHook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 
 
 def hook_with_zero_step(

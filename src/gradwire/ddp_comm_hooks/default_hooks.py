@@ -6,7 +6,6 @@ scale, so nothing overflows or vanishes. The wrappers return the gradient in its
 
 # DDP reads the annotations of a hook as objects, so this module must not postpone their evaluation.
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from gradwire._torch import GradBucket
 from gradwire.codecs.bf16 import BF16
 from gradwire.codecs.fp16 import FP16
-from gradwire.ddp_comm_hooks._group import EXACT, average, mean_of
+from gradwire.ddp_comm_hooks._group import EXACT, AnyHook, average, mean_of
 from gradwire.exchanges import Coded
 from gradwire.exchanges.bucket import Bucket, segments_of
 
@@ -26,8 +25,6 @@ __all__ = [
     "fp16_compress_hook",
     "fp16_compress_wrapper",
 ]
-
-AnyHook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 
 HALF = {torch.float16: Coded(FP16()), torch.bfloat16: Coded(BF16())}
 """The exchanges of the 16-bit types."""

@@ -11,7 +11,7 @@ As in torch, a state of None means the world for hooks that only know a group: p
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire._torch import GradBucket
 from gradwire._torch.ddp import averaged_params, skip_late_registration
 from gradwire._torch.optim import has_optimizers_in_backward, step_in_backward
-from gradwire.ddp_comm_hooks._group import EXACT, average, check_bucket, hook_of
+from gradwire.ddp_comm_hooks._group import EXACT, AnyHook, average, check_bucket, hook_of
 from gradwire.errors import RegisterError
 from gradwire.exchanges.base import Comm
 from gradwire.models.ddp import from_ddp
@@ -29,7 +29,6 @@ from gradwire.optim.in_backward import at_the_very_end, in_backward
 
 __all__: list[str] = []
 
-AnyHook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 _FUNCTIONAL_OPTIM_STEP_METHOD_NAME = "step_param"

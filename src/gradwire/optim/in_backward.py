@@ -201,7 +201,7 @@ def _hook_of(model: object) -> Hook:
     if not isinstance(model, DistributedDataParallel):
         raise RegisterError(f"the model must be a DistributedDataParallel, got {type(model).__name__}")
     _, state = comm_hook_of(model) or (None, None)
-    hook = getattr(state, "hook", None)
+    hook = getattr(state, "hook", None)  # the state may be the user's
     if not isinstance(hook, Hook):
         raise RegisterError("this model carries no gradwire hook; call gradwire.register(model, 'exact') first")
     return hook
