@@ -1,6 +1,6 @@
 """Local training against synchronous training: the built-in GPT at equal steps, bytes sent a step and held-out loss.
 
-    python benchmarks/local_sgd.py --steps 300 --every 10 25 50 --exchanges exact int4:feedback=true
+    python benchmarks/local_sgd.py --steps 300 --sync-every 10 25 50 --exchanges exact int4:feedback=true
 
 The baseline is DDP with the bf16 hook. A link time is what the bytes alone take at --mbit; nothing is shaped here.
 """
@@ -44,10 +44,10 @@ def run(rank: int, size: int, args: argparse.Namespace) -> None:
 def ways(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The baseline, then every combination asked for."""
     yield {"kind": "ddp", "exchange": "bf16"}
-    for kind, every, exchange in itertools.product(args.kinds, args.every, args.exchanges):
+    for kind, sync_every, exchange in itertools.product(args.kinds, args.sync_every, args.exchanges):
         yield {
             "kind": kind,
-            "every": every,
+            "sync_every": sync_every,
             "exchange": exchange,
             "fragments": args.fragments,
             "outer": outer(kind, args),
@@ -81,8 +81,8 @@ def trained(workload: Workload, way: Mapping[str, Any], steps: int) -> tuple[tor
         return model, stats.sent_bytes * stats.steps
     optimizer = workload.optimizer(model)
     kind = {"local": LocalSGD, "diloco": DiLoCo}[way["kind"]]
-    settings = {key: way[key] for key in ("every", "exchange", "fragments")}
-    with kind(model, optimizer, delay=min(1, way["every"] - 1), **settings, **way["outer"]) as rounds:
+    settings = {key: way[key] for key in ("sync_every", "exchange", "fragments")}
+    with kind(model, optimizer, delay=min(1, way["sync_every"] - 1), **settings, **way["outer"]) as rounds:
         train(workload, model, optimizer, steps)
     stats = rounds.hook.stats()
     return model, stats.sent_bytes * stats.steps
@@ -107,7 +107,7 @@ def head(args: argparse.Namespace) -> str:
 
 def line(way: Mapping[str, Any], result: Mapping[str, float], base: Mapping[str, float], mbit: float) -> str:
     """A row of the table."""
-    name = f"{way['kind']} {way['exchange']}" + (f" H={way['every']}" if way["kind"] != "ddp" else "")
+    name = f"{way['kind']} {way['exchange']}" + (f" H={way['sync_every']}" if way["kind"] != "ddp" else "")
     fewer, gap = base["sent"] / result["sent"], result["loss"] / base["loss"] - 1
     link_ms = result["sent"] * 8 / mbit / 1e3
     numbers = f"{result['sent'] / 1e3:9.1f}{fewer:7.0f}x{link_ms:9.2f}{result['loss']:8.4f}{gap:+8.1%}"
@@ -119,7 +119,7 @@ def parse_args(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--every", type=int, nargs="+", default=[50])
+    parser.add_argument("--sync-every", type=int, nargs="+", default=[50])
     parser.add_argument("--exchanges", nargs="+", default=["exact", "int4:feedback=true"])
     parser.add_argument("--kinds", nargs="+", choices=["local", "diloco"], default=["local", "diloco"])
     parser.add_argument("--fragments", type=int, default=4)

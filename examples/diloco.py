@@ -16,7 +16,7 @@ def main() -> None:
     """Train, and say what travelled."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--every", type=int, default=20)
+    parser.add_argument("--sync-every", type=int, default=20)
     parser.add_argument("--exchange", default="int4:feedback=true", help="any spec of gradwire")
     parser.add_argument("--link", default="100mbit")
     args = parser.parse_args()
@@ -27,7 +27,7 @@ def main() -> None:
     model = workload.model()  # a plain module: no DDP
     optimizer = workload.optimizer(model)
     with emulate(args.link):
-        rounds = DiLoCo(model, optimizer, every=args.every, exchange=args.exchange, fragments=4)
+        rounds = DiLoCo(model, optimizer, sync_every=args.sync_every, exchange=args.exchange, fragments=4)
     with rounds:
         for step in range(args.steps):
             optimizer.zero_grad()

@@ -176,7 +176,7 @@ def test_local_sgd_counts_its_steps():
         model = Net()
         averager = PeriodicModelAverager(5, process_group=group)
         optimizer = PostLocalSGDOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), averager)
-        with LocalSGD(model, optimizer, every=4, process_group=group) as rounds:
+        with LocalSGD(model, optimizer, sync_every=4, process_group=group) as rounds:
             train(model, optimizer, rank.rank, range(3))
             return rounds.steps
 

@@ -25,7 +25,7 @@ def test_sync_at_every_step_averages_parameters(kind, size):
     def run(rank, group):
         model = Net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with kind(model, optimizer, every=1, process_group=group, **outer):
+        with kind(model, optimizer, sync_every=1, process_group=group, **outer):
             train(model, optimizer, rank.rank, range(20))
         return values(model)
 
@@ -50,7 +50,7 @@ def test_diloco_equals_the_simulation(size, fragments, delay):
     def run(rank, group):
         model = Net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with DiLoCo(model, optimizer, every=5, fragments=fragments, delay=delay, process_group=group) as rounds:
+        with DiLoCo(model, optimizer, sync_every=5, fragments=fragments, delay=delay, process_group=group) as rounds:
             train(model, optimizer, rank.rank, range(20))
             cut = {name: fragment.index for fragment in rounds.fragments for name in fragment.names}
             return values(model), {name: value.clone() for name, value in rounds.named_globals()}, cut
@@ -69,7 +69,7 @@ def test_ranks_hold_the_same_bits_after_a_sync(spec):
     def run(rank, group):
         model, seen = Net(seed=rank.rank), []
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with LocalSGD(model, optimizer, every=4, exchange=spec, process_group=group) as rounds:
+        with LocalSGD(model, optimizer, sync_every=4, exchange=spec, process_group=group) as rounds:
             seen.append(values(model))
             for step in range(10):
                 train(model, optimizer, rank.rank, [step])
@@ -90,12 +90,12 @@ def test_fragments_are_of_similar_size_and_synchronised_in_turn():
     def run(rank, group):
         model, sent = nn.Sequential(*[nn.Linear(6, 6) for _ in range(24)]), []
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        with DiLoCo(model, optimizer, every=8, fragments=4, process_group=group) as rounds:
+        with DiLoCo(model, optimizer, sync_every=8, fragments=4, process_group=group) as rounds:
             for _ in range(16):
                 optimizer.step()
                 stats = rounds.hook.stats()
-                sent.append(round(stats.sent_bytes * max(stats.steps, 1)) if not rounds.journeys else -1)
-            departed = list(rounds.departed)
+                sent.append(round(stats.sent_bytes * max(stats.steps, 1)) if not rounds.transfers else -1)
+            departed = list(rounds.sent_at)
         return [fragment.numel for fragment in rounds.fragments], departed, sent
 
     for numels, departed, sent in on_ranks(2, run):
@@ -126,12 +126,12 @@ def test_training_continues_during_the_exchange():
     def run(rank, group):
         model, exchange = Net(), Held()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with DiLoCo(model, optimizer, every=4, delay=3, exchange=exchange, process_group=group) as rounds:
+        with DiLoCo(model, optimizer, sync_every=4, delay=3, exchange=exchange, process_group=group) as rounds:
             train(model, optimizer, rank.rank, range(6))  # departs after the 4th
-            assert not rounds.journeys[0].future.done()
+            assert not rounds.transfers[0].future.done()
             exchange.go.set()
             train(model, optimizer, rank.rank, [6])
-            assert not rounds.journeys
+            assert not rounds.transfers
 
     on_ranks(2, run)
 
@@ -151,7 +151,7 @@ def test_error_on_one_rank_reaches_all_ranks():
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         text = ""
         try:
-            with LocalSGD(model, optimizer, every=2, exchange=Breaks(), process_group=group):
+            with LocalSGD(model, optimizer, sync_every=2, exchange=Breaks(), process_group=group):
                 train(model, optimizer, rank.rank, range(2))
         except ExchangeError as error:
             text = str(error)
@@ -167,7 +167,7 @@ def test_error_in_the_loop_leaves_the_parameters_unchanged():
     def run(rank, group):
         model = Net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        rounds = LocalSGD(model, optimizer, every=5, process_group=group)
+        rounds = LocalSGD(model, optimizer, sync_every=5, process_group=group)
         with suppress(ZeroDivisionError), rounds:
             train(model, optimizer, rank.rank, range(3))
             before = values(model)
@@ -201,7 +201,7 @@ def test_types_strides_and_storages_are_kept(fragments, delay):
         form = [(p.dtype, p.stride(), p.data_ptr()) for p in model.parameters()]
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         start = copy.deepcopy(model)
-        with LocalSGD(model, optimizer, every=6, fragments=fragments, delay=delay, process_group=group):
+        with LocalSGD(model, optimizer, sync_every=6, fragments=fragments, delay=delay, process_group=group):
             for _ in range(6):
                 for param in model.parameters():
                     param.grad = torch.full_like(param, 0.25 * (rank.rank + 1))
@@ -222,7 +222,7 @@ def test_bfloat16_parameter_without_updates_keeps_its_global_value():
     def run(rank, group):
         model = nn.Linear(8, 8, bias=False).bfloat16()
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        with DiLoCo(model, optimizer, every=2, outer_lr=0.3, outer_momentum=0.0, process_group=group) as rounds:
+        with DiLoCo(model, optimizer, sync_every=2, outer_lr=0.3, outer_momentum=0.0, process_group=group) as rounds:
             for step in range(20):
                 model.weight.grad = torch.full_like(model.weight, 1.0 if step < 2 else 0.0)
                 optimizer.step()

@@ -19,14 +19,16 @@ def test_resuming_in_the_middle_of_a_round_is_exact(spec, fragments, delay):
     def make(rank, group):
         model = Net()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        rounds = DiLoCo(model, optimizer, every=5, exchange=spec, fragments=fragments, delay=delay, process_group=group)
+        rounds = DiLoCo(
+            model, optimizer, sync_every=5, exchange=spec, fragments=fragments, delay=delay, process_group=group
+        )
         return model, optimizer, rounds
 
     def run(rank, group):
         model, optimizer, rounds = make(rank, group)
         with rounds:
             train(model, optimizer, rank.rank, range(13))
-            assert len(rounds.journeys) == (1 if delay else 0)
+            assert len(rounds.transfers) == (1 if delay else 0)
             saved = io.BytesIO()
             torch.save([model.state_dict(), optimizer.state_dict(), rounds.state_dict()], saved)
             train(model, optimizer, rank.rank, range(13, 20))
@@ -50,7 +52,7 @@ def test_resuming_in_the_middle_of_a_round_is_exact(spec, fragments, delay):
 @pytest.mark.parametrize("merged", [True, False])
 def test_resuming_on_another_number_of_ranks(old, new, merged):
     """Global values and momentum are taken over, the residuals keep their sum, and training goes on."""
-    settings = {"every": 5, "exchange": "int4:exempt=none,feedback=true", "fragments": 2, "delay": 3}
+    settings = {"sync_every": 5, "exchange": "int4:exempt=none,feedback=true", "fragments": 2, "delay": 3}
 
     def first(rank, group):
         model = Net()
@@ -92,7 +94,7 @@ def test_checkpoints_of_different_steps_are_refused():
     def run(rank, group):
         model = Net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        rounds = LocalSGD(model, optimizer, every=3, process_group=group)
+        rounds = LocalSGD(model, optimizer, sync_every=3, process_group=group)
         state = rounds.state_dict()
         rounds.load_state_dict({**state, "steps": rank.rank})
         with pytest.raises(RegisterError, match="same step of a checkpoint, got rank 0 '0', rank 1 '1'"), rounds:

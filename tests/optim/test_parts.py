@@ -121,5 +121,5 @@ def test_optimizers_that_communicate_are_refused():
     class Talking(torch.optim.SGD):
         __module__ = "torch.distributed.optim.somewhere"
 
-    with pytest.raises(RegisterError, match="talks to other ranks"):
+    with pytest.raises(RegisterError, match="communicates with other ranks"):
         check_optimizer(Talking(params(), lr=0.1))

@@ -1,10 +1,12 @@
-"""Private names of `torch.distributed._functional_collectives`: collectives that torch.compile can trace.
+"""Private names of torch.compile, and of `torch.distributed._functional_collectives`, which it can trace.
 
-A call of `torch.distributed` itself breaks the graph, or is replaced by one of these. They are looked up when this
-module is imported: the compiler traces what the functions do.
+A collective of `torch.distributed` itself breaks the graph, or is replaced by one of these. They are looked up when
+this module is imported: the compiler traces what the functions do.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -26,3 +28,13 @@ def traced_all_gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 def traced_all_to_all(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """(size, n) -> (size, n): row k goes to rank k."""
     return _traced.all_to_all_single(tensor, None, None, group)
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without what torch.compile puts before it, so that state fits the uncompiled model too."""
+    return name.replace("_orig_mod.", "")
+
+
+def uncompiled(model: Any) -> Any:
+    """The model that torch.compile was given; other models are returned as they are."""
+    return getattr(model, "_orig_mod", model)

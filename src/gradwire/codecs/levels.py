@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar, Literal, Self
 
-from torch import Tensor
+from torch import Tensor, compiler
 
 from gradwire.codecs.base import Codec, check_block, mixed, zero_end_
 from gradwire.codecs.codebooks import TRAINED, codebook
@@ -65,7 +65,8 @@ class Levels(Codec):
     @property
     def grid(self) -> Grid:
         """What the kernels need."""
-        return _grid(self.bits, self.block, self.codebook, self.hadamard, self.rounding == "stochastic")
+        make = _grid if compiler.is_compiling() else _kept_grid  # the compiler warns of caches
+        return make(self.bits, self.block, self.codebook, self.hadamard, self.rounding == "stochastic")
 
     @property
     def is_random(self) -> bool:
@@ -120,7 +121,6 @@ class Levels(Codec):
         return wire
 
 
-@lru_cache(maxsize=256)
 def _grid(bits: int, block: int, kind: str, hadamard: int, stochastic: bool) -> Grid:
     book = codebook(kind, bits)
     by_rms = kind == "lloyd" and not stochastic  # with stochastic rounding no value may lie beyond the last level
@@ -134,6 +134,9 @@ def _grid(bits: int, block: int, kind: str, hadamard: int, stochastic: bool) -> 
         hadamard=hadamard,
         stochastic=stochastic,
     )
+
+
+_kept_grid = lru_cache(maxsize=256)(_grid)
 
 
 class Int6(Levels):

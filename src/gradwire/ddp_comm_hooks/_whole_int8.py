@@ -1,9 +1,9 @@
-"""whole_int8: whole numbers from -127 to 127, under the largest magnitude of everything, or of rows of any length.
+"""whole_int8: integers from -127 to 127, scaled by the largest magnitude of all values or of rows of any length.
 
     [ R scales, float32 ][ numel codes, int8 ][ padding to 4 ]
 
-R is 1 where all values share a scale. A row with inf or NaN in it has the scale NaN, and comes back as NaN. Not in the
-registry of codecs: the drop-in quantization hooks ask for it, and `int8` is better at everything else.
+R is 1 if all values share a scale. A row that holds inf or NaN has the scale NaN and is decoded as NaN. The codec is
+not registered: only the drop-in quantization hooks use it, and `int8` is better at everything else.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from gradwire.kernels.torch.int8 import INVERSE_127, SMALLEST
 
 @dataclass(frozen=True, slots=True)
 class WholeInt8(Codec):
-    """8-bit integers, one scale a row."""
+    """8-bit integers with one scale per row."""
 
     name: ClassVar[str] = "whole_int8"
     row: int | None = None
-    """Values that share a scale; None: all of them."""
+    """The number of values that share a scale; None: all of them."""
 
     def __post_init__(self) -> None:
         if self.row is not None and (type(self.row) is not int or self.row < 1):
@@ -33,11 +33,11 @@ class WholeInt8(Codec):
 
     @property
     def bound(self) -> float:
-        """Half a step for every value of a row with one large one; and no value is ever off by more than itself."""
+        """Half a step per value, in a row with one large value. The error of a value never exceeds the value."""
         return 1.001 * (1.0 if self.row is None else min(1.0, 0.5 / 127 * self.row**0.5))
 
     def wire_bytes(self, numel: int) -> int:
-        """4 bytes a row and one a value, rounded up to 4."""
+        """4 bytes per row and one per value, rounded up to 4."""
         return 4 * (self._rows(numel) + -(-numel // 4))
 
     def encode(self, flat: Tensor, out: Tensor | None = None) -> Tensor:
@@ -51,7 +51,7 @@ class WholeInt8(Codec):
         return wire
 
     def decode_(self, out: Tensor, wire: Tensor, *, alpha: float = 1.0, add: bool = False) -> Tensor:
-        """Undo the scale; `alpha` rides along for free."""
+        """Multiply by the scales, which already include `alpha`."""
         scales, codes = self._parts(wire, out.numel())
         values = codes.float() * self._by_value(scales * alpha, out.numel())
         return out.add_(values) if add else out.copy_(values)
@@ -68,14 +68,14 @@ class WholeInt8(Codec):
         return numel if self.row is None else min(self.row, numel)
 
     def _largest(self, values: Tensor) -> Tensor:
-        """The largest magnitude of each row; inf or NaN where the row has one."""
+        """The largest magnitude of each row; inf or NaN if the row holds one."""
         width = self._width(values.numel())
         missing = -values.numel() % width
         rows = (torch.nn.functional.pad(values, (0, missing)) if missing else values).view(-1, width)
         return torch.maximum(rows.amax(1), -rows.amin(1))
 
     def _by_value(self, by_row: Tensor, numel: int) -> Tensor:
-        """A number for each row -> what to multiply `numel` values by."""
+        """Expand a number per row to what `numel` values are multiplied by."""
         if by_row.numel() == 1:
             return by_row
         return by_row.view(-1, 1).expand(-1, self._width(numel)).reshape(-1).narrow(0, 0, numel)

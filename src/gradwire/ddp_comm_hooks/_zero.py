@@ -1,13 +1,12 @@
-"""The step of a ZeroRedundancyOptimizer as jobs of an engine: who owns which parameter, the step, and its spreading.
+"""The step of a ZeroRedundancyOptimizer as jobs of an engine: owners, the local step, and sharing the new values.
 
-1. DDP's buckets are final after its first backward pass; the next one only writes down what is in them.
+1. DDP's buckets are final after its first backward pass. The next pass only records their parameters.
 2. Every parameter gets an owner, the only rank that keeps optimizer state for it.
-3. From then on a bucket is a job: wait for its mean, step the parameters this rank owns, spread every owner's values.
-   Jobs are submitted in the order of the buckets, so all ranks spread in the same order whatever their threads do.
+3. From then on a bucket is a job: wait for its mean, step the parameters that this rank owns, then send every owner's
+   values to all ranks. Jobs are submitted in the order of the buckets, so all ranks communicate in the same order.
 
-torch's own bookkeeping of step 2 mixes up ranks of the world with ranks of the group, cannot cut some buckets, and
-rearranges the memory of parameters under DDP. So all of it is done here, and torch is only asked to make its local
-optimizer and to step it.
+torch's own version of step 2 confuses ranks of the world with ranks of the group, cannot split some buckets, and moves
+the memory of parameters under DDP. So this module does all of it, and torch only makes and steps the local optimizer.
 """
 
 from __future__ import annotations
@@ -66,10 +65,10 @@ class ZeroStep:
         return False
 
     def submit(self, pairs: Sequence[tuple[Bucket, Future[Tensor]]]) -> Future[Tensor]:
-        """Step and spread these buckets, each when its mean is there; the value is the last one's mean.
+        """Step these buckets, each when its mean is complete, and share the values. The result is the last mean.
 
-        After an error the future fails, and nothing is raised here: the backward pass must go on to hand over all its
-        buckets, or other models that average through the same engine would fall out of step.
+        After an error the future fails and nothing is raised here: DDP must pass all buckets of the backward pass, or
+        other models that use the same engine would communicate in another order.
         """
         last = pairs[-1][1]
         jobs = [self._job(bucket, mean) for bucket, mean in pairs]
@@ -79,12 +78,13 @@ class ZeroStep:
             return last.then(partial(_raise, error))
         return done.then(lambda ended: (ended.value(), last.value())[1])
 
-    # -- once --------------------------------------------------------------------------------------------------
+    # -- once ------------------------------------------------------------------------------------------------------
 
     def _start(self, static_graph: bool) -> None:
-        """Share out the parameters, and have torch make the optimizer of this rank's part."""
+        """Give every parameter an owner, and let torch make the optimizer for this rank's parameters."""
         zero, buckets = self._zero, self._seen
-        owners = shared_out(buckets, zero.world_size) if self._shard_buckets else whole(buckets, zero.world_size)
+        owners_of = shared_out if self._shard_buckets else whole
+        owners = owners_of(buckets, zero.world_size)
         params = [param for bucket in buckets for param in bucket]
         per_rank = [[param for param in params if owners[param] == rank] for rank in range(zero.world_size)]
         self._used = self._used_anywhere(params) if static_graph else set(params)
@@ -92,12 +92,12 @@ class ZeroStep:
         self._owner = owners
 
     def _used_anywhere(self, params: Params) -> set[Tensor]:
-        """A static graph may leave out parameters; DDP leaves their gradients alone, so they must not be stepped."""
+        """A static graph may leave parameters unused; DDP sets no gradients for them, so they must not be stepped."""
         flags = torch.tensor([float(param in self._used) for param in params], device=self._engine.device)
         shares = self._engine.mean(make_bucket([flags])).wait().tolist()
         return {param for param, share in zip(params, shares, strict=True) if share}
 
-    # -- every step --------------------------------------------------------------------------------------------
+    # -- in every step ---------------------------------------------------------------------------------------------
 
     def _job(self, bucket: Bucket, mean: Future[Tensor]) -> Job:
         def job(comm: Comm) -> None:
@@ -108,12 +108,12 @@ class ZeroStep:
         return job
 
     def _step(self, bucket: Bucket, mean: Tensor) -> None:
-        """Step what this rank owns of a bucket, with what the hook returned: that need not be the bucket's memory."""
+        """Step this rank's parameters with the hook's result, which may be in other memory than the bucket."""
         rank = self._zero.rank
         pairs = zip(bucket.params, _grads(bucket, mean), strict=True)
         own = {param: grad for param, grad in pairs if param in self._used and self._owner[param] == rank}
         if own:
-            with self._stepping:  # jobs of several buckets run at once, and an optimizer is not made for that
+            with self._stepping:  # jobs of several buckets run at once, and optimizers are not thread-safe
                 _follow_schedule(self._zero)
                 _step_only(self._zero, own)
 
@@ -126,12 +126,12 @@ class ZeroStep:
 
 
 def whole(buckets: Sequence[Params], size: int) -> dict[Tensor, int]:
-    """Owners by bucket: bucket i belongs to rank i modulo the ranks."""
+    """All parameters of bucket i belong to rank i modulo the number of ranks."""
     return {param: index % size for index, params in enumerate(buckets) for param in params}
 
 
 def shared_out(buckets: Sequence[Params], size: int) -> dict[Tensor, int]:
-    """Owners by parameter: bucket after bucket, the largest first, to the rank that has least so far."""
+    """Each parameter goes to the rank with the smallest total so far, bucket by bucket, the largest first."""
     owners: dict[Tensor, int] = {}
     loads = [0] * size
     for params in buckets:
@@ -144,22 +144,22 @@ def shared_out(buckets: Sequence[Params], size: int) -> dict[Tensor, int]:
 def spread_(by_owner: Sequence[Params], comm: Comm) -> None:
     """Give every rank the owner's values of each parameter, bit for bit, in one collective.
 
-    The parameters are of one type. Even parts are gathered, which sends every value once. Uneven ones are summed as
-    whole numbers, with zeros from everyone but the owner: no more than an average of gradients moves, and it cannot
-    round.
+    The parameters have one type. Parts of similar size are gathered, which sends every value once. Uneven parts are
+    summed as integers, with zeros from all ranks but the owner: this sends as much as an average of gradients, and
+    integers do not round.
     """
     sizes = [sum(param.numel() for param in params) for params in by_owner]
     if sum(sizes) == 0:
         return
-    spread = _gathered if max(sizes) * comm.size <= 2 * sum(sizes) else _summed
-    parts = spread(by_owner, sizes, comm)
+    collect = _gathered if max(sizes) * comm.size <= 2 * sum(sizes) else _summed
+    parts = collect(by_owner, sizes, comm)
     for rank, params in enumerate(by_owner):
         if rank != comm.rank:
             _unpack_(params, parts[rank])
 
 
 def _gathered(by_owner: Sequence[Params], sizes: Sequence[int], comm: Comm) -> Sequence[Tensor]:
-    """Everyone sends [ own values ][ padding to the largest part ]."""
+    """Each rank sends [ own values ][ padding to the largest part ]."""
     row = _zeros(max(sizes), by_owner)
     _pack_(row, by_owner[comm.rank])
     rows = comm.all_gather(row.view(torch.uint8)).view(row.dtype)
@@ -167,7 +167,7 @@ def _gathered(by_owner: Sequence[Params], sizes: Sequence[int], comm: Comm) -> S
 
 
 def _summed(by_owner: Sequence[Params], sizes: Sequence[int], comm: Comm) -> Sequence[Tensor]:
-    """Everyone sends [ part of rank 0 ][ part of rank 1 ]..., all zeros but for its own part."""
+    """Each rank sends [ part of rank 0 ][ part of rank 1 ]..., where only its own part is not zero."""
     values = _zeros(sum(sizes), by_owner)
     parts: Sequence[Tensor] = values.split(list(sizes))
     _pack_(parts[comm.rank], by_owner[comm.rank])
@@ -192,7 +192,7 @@ def _unpack_(params: Params, part: Tensor) -> None:
 
 
 def _pieces(part: Tensor, params: Params) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each parameter's values in a part, in its shape. Its strides do not matter: ranks may differ in them."""
+    """Each parameter's values in a part, in its shape but not its strides, in which ranks may differ."""
     at = 0
     for param in params:
         yield part[at : at + param.numel()].view(param.shape), param
@@ -200,29 +200,29 @@ def _pieces(part: Tensor, params: Params) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _grads(bucket: Bucket, mean: Tensor) -> Sequence[Tensor]:
-    """The gradients of a bucket's parameters, out of what its hook returned."""
+    """The gradients of a bucket's parameters in the result of its hook."""
     if mean.is_sparse:
         return (mean,)
     return dataclasses.replace(bucket, flat=mean.reshape(-1).to(bucket.flat.dtype)).grads
 
 
 def _follow_schedule(zero: Any) -> None:
-    """torch's functional optimizers step with the settings they were made with: hand them those of today."""
-    today, made_with = zero.param_groups[0], getattr(zero.optim, "defaults", {})
-    if "betas" in today:
-        today = {**today, "beta1": today["betas"][0], "beta2": today["betas"][1]}
-    for name in made_with.keys() & today.keys():
-        made_with[name] = float(today[name])
+    """Copy the present settings into torch's functional optimizer, which would use those it was made with."""
+    present, used = zero.param_groups[0], getattr(zero.optim, "defaults", {})
+    if "betas" in present:
+        present = {**present, "beta1": present["betas"][0], "beta2": present["betas"][1]}
+    for name in used.keys() & present.keys():
+        used[name] = float(present[name])
 
 
 def _step_only(zero: Any, grads: Mapping[Tensor, Tensor]) -> None:
-    """Step these parameters as if there were no others: not all of torch's optimizers know gradients of None."""
+    """Step only these parameters: not all of torch's functional optimizers accept gradients that are None."""
     group = zero.optim.param_groups[0]
-    everything, group["params"] = group["params"], list(grads)
+    all_params, group["params"] = group["params"], list(grads)
     try:
         zero_step(zero, list(grads.values()))
     finally:
-        group["params"] = everything
+        group["params"] = all_params
 
 
 def _raise(error: ExchangeError, _: Future[Tensor]) -> NoReturn:

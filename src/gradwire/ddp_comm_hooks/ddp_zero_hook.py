@@ -1,6 +1,7 @@
 """Drop-in for torch's `ddp_zero_hook`: the step of a `ZeroRedundancyOptimizer` beside the backward pass.
 
-It works on every backend, gloo included: nothing is issued from a callback, so ranks cannot fall out of step.
+It works on every backend, gloo included: no collective is issued from a callback, so their order cannot differ between
+ranks.
 """
 
 # DDP reads the annotations of a hook as objects, so this module must not postpone their evaluation.
@@ -16,29 +17,32 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire._torch import GradBucket
 from gradwire._torch.ddp import comm_hook_of
 from gradwire._torch.optim import has_optimizers_in_backward, zero_has_started, zero_overlaps, zero_params
+from gradwire.ddp_comm_hooks._group import AnyHook, check_bucket
 from gradwire.ddp_comm_hooks._zero import ZeroStep
 from gradwire.errors import RegisterError, SpecError
 from gradwire.exchanges.bucket import Bucket
 from gradwire.models.ddp import from_ddp
 
-if TYPE_CHECKING:  # importing torch's optimizers warns and takes a second; who has made one has done that already
+if TYPE_CHECKING:  # importing torch's optimizers warns and takes a second; callers have done that already
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
 __all__ = ["hook_with_zero_step", "hook_with_zero_step_interleaved"]
-
-AnyHook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 
 
 def hook_with_zero_step(
     hook: AnyHook, ddp: DistributedDataParallel, zero: "ZeroRedundancyOptimizer", shard_buckets: bool = False
 ) -> AnyHook:
-    """Let `hook` average, and step `zero` when the last gradient is computed, beside what is still on the wire.
+    """A hook that averages with `hook` and steps `zero` once the last gradient is computed, while others still travel.
 
     All ranks of the model's group call this together, then `ddp.register_comm_hook(state, result)`. When `backward`
-    returns, all parameters are updated and the same on all ranks; do not call `zero.step()`. With `shard_buckets` the
-    parameters of a bucket go to several ranks, as evenly as they can; otherwise a bucket belongs to one rank.
+    returns, all parameters are updated and the same on all ranks; do not call `zero.step()`. The first two backward
+    passes (three with `static_graph`) update nothing, because DDP's buckets are not final.
 
-    The first two backward passes (three with `static_graph`) update nothing, as DDP's buckets are not final.
+    Args:
+        hook: Averages a bucket.
+        ddp: The model.
+        zero: Its optimizer, made with `overlap_with_ddp=True`.
+        shard_buckets: Share the parameters of a bucket among the ranks evenly; otherwise one rank owns a bucket.
     """
     step, average = ZeroStep(_checked(hook, ddp, zero), zero, shard_buckets, "hook_with_zero_step"), _bound(hook, ddp)
     waiting: list[tuple[Bucket, Future[torch.Tensor]]] = []
@@ -60,10 +64,10 @@ def hook_with_zero_step(
 def hook_with_zero_step_interleaved(
     hook: AnyHook, ddp: DistributedDataParallel, zero: "ZeroRedundancyOptimizer", shard_buckets: bool = False
 ) -> AnyHook:
-    """Like `hook_with_zero_step`, but each bucket is stepped as soon as it is averaged, beside the backward pass.
+    """Like `hook_with_zero_step`, but each bucket is stepped as soon as it is averaged, during the backward pass.
 
-    A parameter must not be read by the rest of the backward pass once its gradient is there. Autograd's own functions
-    keep to that, and raise an error where a graph does not.
+    The rest of the backward pass must not read a parameter once its gradient is computed. Autograd's own functions
+    check that and raise an error.
     """
     step = ZeroStep(_checked(hook, ddp, zero), zero, shard_buckets, "hook_with_zero_step_interleaved")
     average = _bound(hook, ddp)
@@ -78,16 +82,12 @@ def hook_with_zero_step_interleaved(
 def _bound(
     hook: AnyHook, ddp: DistributedDataParallel
 ) -> Callable[[Any, GradBucket], tuple[Bucket, Future[torch.Tensor]]]:
-    """`hook` as a function that also gives the bucket as it was. The model is known here, so None is its group."""
+    """`hook` as a function that also returns the bucket. A state of None is the model's group for our own hooks."""
     group = ddp.process_group
     knows_none = getattr(hook, "__module__", "").startswith("gradwire.ddp_comm_hooks.")
 
     def average(state: Any, bucket: GradBucket) -> tuple[Bucket, Future[torch.Tensor]]:
-        if not isinstance(bucket, GradBucket):
-            raise RegisterError(
-                "DDP's compiled reducer hands over gradients one by one, and a ZeRO step needs buckets; train without "
-                "torch._dynamo.config.optimize_ddp='python_reducer', or step after backward: zero.step()"
-            )
+        check_bucket(bucket, "a ZeRO step needs buckets", "zero.step() after backward")
         ours = from_ddp(bucket, lambda param: "")
         return ours, hook(group if state is None and knows_none else state, bucket)
 
@@ -95,7 +95,7 @@ def _bound(
 
 
 def _checked(hook: Any, ddp: Any, zero: Any) -> DistributedDataParallel:
-    """The model, if hook, model and optimizer fit together."""
+    """Return the model; raise an error unless hook, model and optimizer fit together."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     if not callable(hook):
@@ -129,7 +129,7 @@ def _check_model(ddp: DistributedDataParallel) -> None:
     if (hooked := comm_hook_of(ddp)) is not None:
         name = getattr(hooked[0], "__qualname__", "?")
         raise RegisterError(
-            f"this model already has the hook {name!r}, and DDP takes one hook for life; wrap the module in a new "
+            f"this model already has the hook {name!r}, and DDP cannot replace a hook; wrap the module in a new "
             "DistributedDataParallel"
         )
     if ddp.find_unused_parameters and not ddp.static_graph:
@@ -145,7 +145,7 @@ def _check_fit(ddp: DistributedDataParallel, zero: Any) -> None:
     model, steps = (dist.get_process_group_ranks(group) for group in (ddp.process_group, zero.process_group))
     if model != steps:
         raise RegisterError(
-            f"the model averages over the ranks {model}, the optimizer works on {steps}; give both the same "
+            f"the model averages over the ranks {model}, the optimizer uses the ranks {steps}; give both the same "
             "process_group"
         )
     named = {param: name for name, param in ddp.module.named_parameters()}

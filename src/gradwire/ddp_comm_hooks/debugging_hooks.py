@@ -13,14 +13,7 @@ __all__ = ["noop_hook"]
 
 
 def noop_hook(_: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Every rank keeps its own, undivided gradient: the upper limit of what any hook can gain. Not for training."""
-    kept: torch.futures.Future[torch.Tensor] = own(bucket)
-    return kept
-
-
-def own(bucket: Any) -> Any:
-    """What is in a `GradBucket`, or in the (gradient, parameter) pair of DDP's compiled reducer, as a hook gives it."""
-    return bucket[0] if isinstance(bucket, tuple) else done(bucket.buffer())
-
-
-noop_hook.spec = "noop"  # type: ignore[attr-defined]
+    """Leave every rank its own, undivided gradient. It shows the most that any hook can gain; do not train with it."""
+    given: Any = bucket  # a pair (gradient, parameter) from DDP's compiled reducer
+    own: torch.futures.Future[torch.Tensor] = given[0] if isinstance(given, tuple) else done(given.buffer())
+    return own

@@ -1,11 +1,11 @@
 """Drop-in for torch's `mixed_precision_hooks`, which DDP registers for `DDP(..., mixed_precision=...)`.
 
-The mean is divided before it is summed, so it is finite wherever the gradients are, and it is made beside the backward
-pass instead of holding it up. DDP's first bucket of all after construction is empty memory; here it is filled again.
+Gradients are divided before they are summed, so the mean is finite if they are, and averaging overlaps with the
+backward pass instead of blocking it. DDP passes uninitialised memory in the first iteration; the hook fills it.
 
-What does not run without an accelerator is DDP's own part: its constructor makes a `torch.Stream`, and its forward
-records a `torch.Event` for each module. The hook itself runs anywhere: `upcast_stream` may be None. On an accelerator
-it has not been run.
+DDP itself needs an accelerator for this: its constructor makes a `torch.Stream`, and its forward records a
+`torch.Event` for each module. The hook runs anywhere, as `upcast_stream` may be None. It has not been run on an
+accelerator.
 """
 
 # DDP reads the annotations of a hook as objects, so this module must not postpone their evaluation.
@@ -18,7 +18,7 @@ import torch
 
 from gradwire._torch import GradBucket
 from gradwire._torch.ddp import drop_precision_hook, free_low_precision, is_ignored, use_full_precision
-from gradwire.ddp_comm_hooks._group import averaged
+from gradwire.ddp_comm_hooks._group import EXACT, average, check_bucket
 from gradwire.models.ddp import from_ddp
 from gradwire.optim.in_backward import at_the_very_end
 
@@ -27,7 +27,7 @@ __all__: list[str] = []
 
 @dataclass
 class _AllreduceUpcastHookState:
-    """What DDP's mixed precision needs in backward: the model, and a stream for casting up (None: the present one)."""
+    """The model, and the stream on which gradients are cast to full precision (None: the current one)."""
 
     ddp_weakref: Any
     upcast_stream: Any
@@ -37,7 +37,8 @@ class _AllreduceUpcastHookState:
 def _reducer_allreduce_and_upcast_hook(
     hook_state: _AllreduceUpcastHookState, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """The mean in the model's `reduce_dtype`; then its parameters and gradients are in full precision again."""
+    """Average in the model's `reduce_dtype`, then bring its parameters and gradients back to full precision."""
+    check_bucket(bucket, "the hook of DDP's mixed_precision needs buckets", "torch.autocast")
     model = hook_state.ddp_weakref()
     _fill(bucket)
     if model.mixed_precision.param_dtype != model.mixed_precision.reduce_dtype:
@@ -53,11 +54,11 @@ def _reducer_allreduce_and_upcast_hook(
                 _restore(param)
         return mean
 
-    return averaged("exact", model.process_group, bucket).then(upcast)
+    return average(EXACT, model.process_group, bucket).then(upcast)
 
 
 def _fill(bucket: GradBucket) -> None:
-    """Copy the gradients in once more: DDP gives a model in mixed precision new buckets, and fills the old ones."""
+    """Copy the gradients into the bucket: in the first iteration of mixed precision DDP fills discarded buckets."""
     whole = from_ddp(bucket, lambda _: "")
     with torch.no_grad():
         for param, part in zip(whole.params, whole.grads, strict=True):
@@ -68,7 +69,7 @@ def _fill(bucket: GradBucket) -> None:
 
 
 def _restore(param: Any) -> None:
-    """Full precision for a parameter whose gradient is complete; its 16-bit copy is made anew in the next forward."""
+    """Full precision for a parameter whose gradient is complete. The next forward makes its 16-bit copy again."""
     use_full_precision(param)
     free_low_precision(param)
     _match_grad(param)
@@ -80,7 +81,7 @@ def _match_grad(param: Any) -> None:
 
 
 def _end_backward(hook_state: _AllreduceUpcastHookState, model: Any) -> None:
-    """Wait for the casts, drop the hooks that the next forward makes anew, and restore what has no gradient."""
+    """Wait for the casts, remove hooks that the next forward sets again, restore parameters without a gradient."""
     hook_state.wait_for_stream_enqueued = False
     if hook_state.upcast_stream is not None:
         torch.accelerator.current_stream().wait_stream(hook_state.upcast_stream)

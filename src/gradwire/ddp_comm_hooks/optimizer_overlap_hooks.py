@@ -1,17 +1,17 @@
 """Drop-in for torch's `optimizer_overlap_hooks`: step parameters as soon as their bucket is averaged, on CPU too.
 
-The optimizer gets the value of the hook's future, shaped and strided like the parameter and in its type, whether or not
-the hook wrote it into the bucket. A parameter that no rank used is not stepped. `gradwire.optim.step_in_backward` does
-the same with one ordinary optimizer, its schedulers and its checkpoints, and for every hook: prefer it in new code.
+The optimizer gets the value of the hook's future, with the shape, strides and type of the parameter, whether or not the
+hook wrote it into the bucket. A parameter that no rank used is not stepped. In new code prefer
+`gradwire.optim.step_in_backward`, which does the same with one ordinary optimizer, its schedulers and checkpoints.
 
-As in torch, a state of None is the world to hooks that know a group only: give the group of a model that has its own.
+As in torch, a state of None means the world for hooks that only know a group: pass the group if the model has its own.
 """
 
 # DDP reads the annotations of a hook as objects, so this module must not postpone their evaluation.
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire._torch import GradBucket
 from gradwire._torch.ddp import averaged_params, skip_late_registration
 from gradwire._torch.optim import has_optimizers_in_backward, step_in_backward
-from gradwire.ddp_comm_hooks._group import averaged, hook_of
+from gradwire.ddp_comm_hooks._group import EXACT, AnyHook, average, check_bucket, hook_of
 from gradwire.errors import RegisterError
 from gradwire.exchanges.base import Comm
 from gradwire.models.ddp import from_ddp
@@ -29,14 +29,13 @@ from gradwire.optim.in_backward import at_the_very_end, in_backward
 
 __all__: list[str] = []
 
-AnyHook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 _FUNCTIONAL_OPTIM_STEP_METHOD_NAME = "step_param"
 
 
 class _OptimizerHookState:
-    """An object with `step_param(param, grad)`, and the parameters it steps; None: all."""
+    """An object with `step_param(param, grad)`, and the parameters that it steps; None: all."""
 
     __slots__ = ["functional_optimizer", "params_to_optimize"]
 
@@ -49,7 +48,7 @@ class _OptimizerHookState:
         self.params_to_optimize = None if params is None else set(params)
 
     def step(self, pairs: Pairs) -> None:
-        """Step the parameters that are ours."""
+        """Step those parameters that belong to this optimizer."""
         for param, grad in pairs:
             if self.params_to_optimize is None or param in self.params_to_optimize:
                 self.functional_optimizer.step_param(param, grad)
@@ -57,31 +56,32 @@ class _OptimizerHookState:
 
 @dataclass
 class _OptimInBackwardHookState:
-    """What a backward pass knows of its optimizers. The engine has a stream of its own where one is needed."""
+    """The state of one backward pass. The engine uses its own stream if the device needs one."""
 
     optim_stream: torch.Stream | None
     wait_for_optim_stream_enqueued: bool
-    waiting: Pairs = dataclasses.field(default_factory=list)
+    unused: Pairs = dataclasses.field(default_factory=list)
     """Parameters that this rank did not use, with their average."""
 
 
 def _hook_then_optimizer(hook: AnyHook, optimizer_state: _OptimizerHookState) -> AnyHook:
-    """A hook that runs `hook`, then steps the bucket's parameters with what it gave."""
+    """A hook that runs `hook`, then steps the bucket's parameters with its result."""
 
     def hook_then_optimizer_wrapper(hook_state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        waiting = {param for param in bucket.parameters() if param.grad is None and in_backward()}
+        check_bucket(bucket, "stepping an optimizer in the hook needs buckets", "optimizer.step() after backward")
+        unused = {param for param in bucket.parameters() if param.grad is None and in_backward()}
 
         def optimizer_step(done: torch.futures.Future[Any]) -> torch.Tensor:
             mean = _tensor(done.value())
-            optimizer_state.step([(param, grad) for param, grad in _grads(bucket, mean) if param not in waiting])
+            optimizer_state.step([(param, grad) for param, grad in _grads(bucket, mean) if param not in unused])
             return mean
 
-        def step_waiting() -> None:
-            """Not used here; DDP has given them a gradient if another rank did."""
-            optimizer_state.step([(param, param.grad) for param in waiting if param.grad is not None])
+        def step_unused() -> None:
+            """DDP has set their gradient by now if another rank used them."""
+            optimizer_state.step([(param, param.grad) for param in unused if param.grad is not None])
 
-        if waiting:
-            at_the_very_end(step_waiting)
+        if unused:
+            at_the_very_end(step_unused)
         return hook(hook_state, bucket).then(optimizer_step)
 
     return hook_then_optimizer_wrapper
@@ -90,11 +90,13 @@ def _hook_then_optimizer(hook: AnyHook, optimizer_state: _OptimizerHookState) ->
 def _apply_optim_in_backward_hook(gradient_is_bucket_view: bool) -> AnyHook:
     """A hook that averages over the model's group and steps the optimizers of `_apply_optimizer_in_backward`.
 
-    Its state is a weak reference to the model. At the end of backward the gradients of their parameters are None.
+    Its state is a weak reference to the model. At the end of backward it sets the gradients of these parameters to
+    None.
     """
     state = _OptimInBackwardHookState(None, wait_for_optim_stream_enqueued=False)
 
     def apply_optim_in_backward_hook(hook_state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        check_bucket(bucket, "stepping optimizers in the hook needs buckets", "optimizer.step() after backward")
         if not in_backward():
             raise RegisterError("optimizers in backward do not work under Join: a joined rank runs no backward")
         model: DistributedDataParallel = hook_state()
@@ -106,20 +108,20 @@ def _apply_optim_in_backward_hook(gradient_is_bucket_view: bool) -> AnyHook:
         def step(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
             for param, grad in _grads(bucket, done.value()):
                 if param in unused:
-                    state.waiting.append((param, grad))
+                    state.unused.append((param, grad))
                 else:
                     _use(param, grad, is_view=gradient_is_bucket_view)
             return done.value()
 
-        return averaged("exact", model.process_group, bucket).then(step)
+        return average(EXACT, model.process_group, bucket).then(step)
 
     return apply_optim_in_backward_hook
 
 
 def register_optim_in_backward(model: DistributedDataParallel) -> None:
-    """What DDP does before its first forward where parameters have optimizers in backward, with the hook above.
+    """Register the hook above on a model whose parameters have optimizers from `_apply_optimizer_in_backward`.
 
-    Call it after `_apply_optimizer_in_backward` and before the first forward.
+    DDP would otherwise register torch's hook in the first forward, so call this before.
     """
     from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map as handles
 
@@ -130,13 +132,13 @@ def register_optim_in_backward(model: DistributedDataParallel) -> None:
         for handle in handles.get(param, []):
             handle.remove()
     model.register_comm_hook(weakref.ref(model), _apply_optim_in_backward_hook(model.gradient_as_bucket_view))
-    skip_late_registration(model)  # or DDP would register torch's
+    skip_late_registration(model)  # otherwise DDP would register torch's hook
 
 
 def _use(param: Any, grad: torch.Tensor, *, is_view: bool) -> None:
-    """Step the parameter's optimizers with `grad`, or let it have that as its gradient if it has none.
+    """Step the parameter's optimizers with `grad`; a parameter without an optimizer gets it as its gradient.
 
-    With `is_view`, its gradient is `grad` already. DDP itself writes no gradient of a model with such optimizers.
+    With `is_view` its gradient is `grad` already. DDP itself writes no gradients if a model has such optimizers.
     """
     if has_optimizers_in_backward(param):
         if not is_view:
@@ -149,11 +151,11 @@ def _use(param: Any, grad: torch.Tensor, *, is_view: bool) -> None:
 
 
 def _end_backward(state: _OptimInBackwardHookState, model: DistributedDataParallel) -> None:
-    """Step what other ranks used, and let the gradients go."""
-    waiting, state.waiting, state.wait_for_optim_stream_enqueued = state.waiting, [], False
+    """Step the parameters that only other ranks used, and free the gradients."""
+    unused, state.unused, state.wait_for_optim_stream_enqueued = state.unused, [], False
     if model.find_unused_parameters:
         used = _used_anywhere(model)
-        for param, grad in waiting:
+        for param, grad in unused:
             if param in used:
                 _use(param, grad, is_view=False)
     for param in averaged_params(model):
@@ -162,14 +164,14 @@ def _end_backward(state: _OptimInBackwardHookState, model: DistributedDataParall
 
 
 def _used_anywhere(model: DistributedDataParallel) -> set[torch.Tensor]:
-    """The parameters that at least one rank has a gradient for. DDP knows, but does not tell."""
+    """The parameters for which at least one rank has a gradient. DDP knows them, but does not expose them."""
     params = averaged_params(model)
     flags = torch.tensor([float(param.grad is not None) for param in params], device=params[0].device)
 
     def count(comm: Comm) -> None:
         comm.all_reduce_(flags)
 
-    hook_of("exact", model.process_group, flags.device).run(count)
+    hook_of(EXACT, model.process_group, flags.device).run(count)
     return {param for param, flag in zip(params, flags.tolist(), strict=True) if flag}
 
 
@@ -184,5 +186,5 @@ def _grads(bucket: GradBucket, mean: torch.Tensor) -> Pairs:
 
 
 def _tensor(value: Any) -> torch.Tensor:
-    """A future's value: DDP takes a tensor, or a list of one."""
+    """The value of a future: DDP accepts a tensor, or a list that holds one."""
     return value if isinstance(value, torch.Tensor) else value[0]

@@ -1,13 +1,12 @@
 """Drop-in for torch's `powerSGD_hook`: low-rank averaging, on every backend.
 
-State is kept by parameter, so that DDP may cut its buckets anew at any time; a step with inf or NaN leaves it alone;
-and what a rank owes does not pile up for ever. `gradwire.register(model, "powersgd:rank=4")` does the same with names
-of parameters instead of numbers, and with more options.
+State is kept per parameter, so DDP may change its buckets at any time. A step with inf or NaN leaves the state as it
+was, and the error memory stays bounded. `gradwire.register(model, "powersgd:rank=4")` does the same with the names of
+the parameters instead of numbers, and with more options.
 """
 
 # DDP reads the annotations of a hook as objects, so this module must not postpone their evaluation.
 
-import logging
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -18,10 +17,10 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradwire._torch import GradBucket
-from gradwire.ddp_comm_hooks._group import found, group_of, pickled
+from gradwire.ddp_comm_hooks._group import Log, check_bucket, group_or_world, pickled_group, usable_group
 from gradwire.engine.checkpoint import MERGED
 from gradwire.engine.hook import Hook
-from gradwire.errors import ExchangeError, SpecError
+from gradwire.errors import SpecError
 from gradwire.exchanges import LowRank
 from gradwire.exchanges.bucket import Bucket
 from gradwire.exchanges.low_rank.power_sgd import Wire
@@ -29,7 +28,7 @@ from gradwire.models.ddp import from_ddp, make_hook
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 
-logger = logging.getLogger(__name__)
+logger = Log("powerSGD_hook")
 
 _SETTINGS = (
     "matrix_approximation_rank",
@@ -42,15 +41,22 @@ _SETTINGS = (
     "compression_stats_logging_frequency",
     "batch_tensors_with_same_shape",
 )
+_WORLD_NOTE = "NOTE: Process group will be set to a default group (i.e. the world size).\
+                If a different group is desired, please set `self.process_group` after PowerSGD state is loaded."
+"""torch's message, with the spaces in the middle."""
+_LOST_NOTE = (
+    "NOTE: this PowerSGDState was saved with a process group of its own: set state.process_group before training."
+)
 _COUNTERS = ("total_numel_before_compression", "total_numel_after_compression", "next_stats_report")
 _WIRES: dict[torch.dtype, Wire] = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 class PowerSGDState:
-    """The settings and the memory of one model's PowerSGD. `torch.save` takes it, `torch.load` by its defaults too.
+    """The settings and the memory of one model's PowerSGD. `torch.save` and `torch.load` take it with their defaults.
 
-    `orthogonalization_epsilon` and `batch_tensors_with_same_shape` are there for compatibility: vanishing gradients
-    need no epsilon here, and matrices of one shape always share a product. Settings may be changed between steps.
+    The arguments are torch's. `orthogonalization_epsilon` and `batch_tensors_with_same_shape` have no effect: vanishing
+    gradients need no epsilon here, and matrices of one shape always share a product. Settings may be changed between
+    steps.
     """
 
     def __init__(
@@ -85,14 +91,14 @@ class PowerSGDState:
         self.compression_stats_logging_frequency = max(1, compression_stats_logging_frequency)
         self.batch_tensors_with_same_shape = batch_tensors_with_same_shape
         self._begin({})
-        self._exchange(torch.float32, batched=False)  # bad settings are refused here
+        self._exchange(torch.float32, batched=False)  # raises for bad settings
         logger.info("PowerSGD config: %s", "; ".join(f"{key} = {getattr(self, key)}" for key in _SETTINGS))
 
     def _begin(self, saved: dict[str, Any]) -> None:
-        """Nothing done yet, but for what `saved` tells."""
+        """Start from a checkpoint of the engine, or from nothing if `saved` is empty."""
         self.total_numel_before_compression = self.total_numel_after_compression = self.next_stats_report = 0
         self.hook: Hook | None = None
-        """The engine, from the first bucket on; `hook.state_dict(merged=True)` is a checkpoint for all ranks."""
+        """The engine, which exists from the first bucket on. `hook.state_dict(merged=True)` holds all ranks' state."""
         self._saved = saved
         self._names: Any = WeakIdKeyDictionary()
         self._start_at(int(saved.get("step", 0)))
@@ -100,11 +106,11 @@ class PowerSGDState:
     def _start_at(self, step: int) -> None:
         self._first_step = step
         self._steps: dict[str, int] = {}
-        """How often each parameter has been averaged: the models that share a state each count for themselves."""
+        """How often each parameter has been averaged. Models that share a state are counted separately this way."""
 
     @property
     def iter(self) -> int:
-        """Steps averaged so far; those of one model, where several share the state."""
+        """The number of steps averaged so far, of one model if several share the state."""
         return self._first_step if self.hook is None else self.hook.steps
 
     @iter.setter
@@ -119,38 +125,37 @@ class PowerSGDState:
 
     @property
     def error_dict(self) -> Mapping[str, Tensor]:
-        """What is owed to each parameter, by its number in the order of the first backward pass. A copy, to read."""
+        """A copy of the error memory of each parameter, by the parameter's number in the first backward pass."""
         return MappingProxyType(self._state().get("residuals", {}))
 
     @property
     def q_memory_dict(self) -> Mapping[str, Tensor]:
-        """The directions of each matrix, (rank, columns), by the number of its parameter. A copy, to read."""
+        """A copy of the Q of each matrix, (rank, columns), by the number of its parameter."""
         memory = self._state().get("memory", {})
         return MappingProxyType({name: next(iter(kept.values())) for name, kept in memory.items()})
 
     @property
     def p_memory_dict(self) -> Mapping[str, Tensor]:
-        """Empty: P is made anew at every step."""
+        """Empty, as P is computed in every step."""
         return MappingProxyType({})
 
     def maybe_increase_iter(self, bucket: GradBucket) -> None:
-        """For those who call it: the engine counts by itself."""
+        """Does nothing: the engine counts the steps."""
 
     def compression_stats(self) -> tuple[float, int, int]:
-        """(compression rate, values before, values after), over all steps that were compressed."""
+        """(compression rate, values before, values after), over all compressed steps."""
         before, after = self.total_numel_before_compression, self.total_numel_after_compression
         return (before / after if after > 0 else 0, before, after)
 
     def __getstate__(self) -> dict[str, Any]:
-        group = pickled(self.process_group)
-        if group is not None:
-            logger.warning("NOTE: Process group is not serializable and excluded from a saved state.")
+        logger.warning("NOTE: Process group is not serializable and excluded from a saved state.")
         settings = {key: getattr(self, key) for key in (*_SETTINGS, *_COUNTERS)}
-        return settings | {"hook": self._state(), "process_group": group}
+        return settings | {"hook": self._state(), "process_group": pickled_group(self.process_group)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A process group of its own is not part of it, and must be set before training."""
+        """Restore everything but the process group: a group other than the world must be set before training."""
         self.process_group = state.get("process_group")
+        logger.warning(_WORLD_NOTE if self.process_group is None else _LOST_NOTE)
         self._begin(state["hook"])
         for key in (*_SETTINGS, *_COUNTERS):
             setattr(self, key, state[key])
@@ -159,11 +164,7 @@ class PowerSGDState:
 
     def average(self, bucket: Any, *, batched: bool) -> torch.futures.Future[torch.Tensor]:
         """Average one bucket."""
-        if isinstance(bucket, tuple):
-            raise ExchangeError(
-                "PowerSGD keeps state between steps, which DDP's compiled reducer has no place for; set "
-                "torch._dynamo.config.optimize_ddp = 'ddp_optimizer', or use fp16_compress_hook"
-            )
+        check_bucket(bucket, "powerSGD_hook keeps state between steps", "fp16_compress_hook")
         ours = from_ddp(bucket, self._name)
         hook, step = self._engine(ours, batched), self._step_of(ours)
         if step >= hook.steps:
@@ -176,7 +177,7 @@ class PowerSGDState:
         return self._names.setdefault(param, str(len(self._names)))  # type: ignore[no-any-return]
 
     def _step_of(self, bucket: Bucket) -> int:
-        """How many steps a bucket has seen, and that this is one more."""
+        """The number of steps before this one in which the bucket's parameters were averaged. Counts this one."""
         step = max((self._steps.get(name, self._first_step) for name in bucket.names), default=self.iter)
         self._steps.update(dict.fromkeys(bucket.names, step + 1))
         return step
@@ -184,7 +185,7 @@ class PowerSGDState:
     def _engine(self, bucket: Bucket, batched: bool) -> Hook:
         if self.hook is None or self.hook.closed:
             self._saved = self._state()
-            group = group_of(found(self, "process_group"))
+            group = group_or_world(usable_group(self.process_group, "PowerSGDState.process_group"))
             self.hook = make_hook(self._exchange(bucket.flat.dtype, batched), group, bucket.flat.device)
             self._resume(self.hook)
         return self.hook
@@ -205,19 +206,19 @@ class PowerSGDState:
             min_compression=self.min_compression_rate,
             seed=self.random_seed,
             batched=batched,
-            wire=_WIRES.get(dtype, "fp32"),  # under the wrappers P and Q are to travel in 16 bits
+            wire=_WIRES.get(dtype, "fp32"),  # the wrappers send P and Q in 16 bits
         )
 
     def _resume(self, hook: Hook) -> None:
-        """Go on from a checkpoint. One rank's file has that rank's memory alone: on all ranks it must not multiply."""
+        """Continue from a checkpoint. The residuals of another rank's file are dropped, so that none counts twice."""
         saved = self._saved
         if not saved:
             hook.steps = self._first_step
             return
         if saved["rank"] not in (hook.rank, MERGED) and saved["size"] == hook.size and saved["residuals"]:
             logger.warning(
-                "this PowerSGDState was saved by rank %s: what rank %s owed is lost. Save on every rank, or save "
-                "state.hook.state_dict(merged=True)",
+                "this PowerSGDState was saved by rank %s: the error memory of rank %s is lost. Save on every rank, or "
+                "save state.hook.state_dict(merged=True)",
                 saved["rank"],
                 hook.rank,
             )
@@ -246,12 +247,15 @@ class PowerSGDState:
 
 
 def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average each matrix by two thin ones, and everything else exactly; exactly until `start_powerSGD_iter`."""
+    """Average each matrix as a product of two thin ones, and everything else exactly.
+
+    The first `start_powerSGD_iter` steps are exact.
+    """
     return _checked(state).average(bucket, batched=False)
 
 
 def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average the whole bucket as one matrix: faster, and less accurate."""
+    """Average the whole bucket as one matrix, which is faster and less accurate."""
     return _checked(state).average(bucket, batched=True)
 
 
@@ -259,7 +263,3 @@ def _checked(state: Any) -> PowerSGDState:
     if not isinstance(state, PowerSGDState):
         raise SpecError(f"powerSGD_hook needs a PowerSGDState as its state, got {type(state).__name__}")
     return state
-
-
-# A checkpoint must load before any state is made, so this cannot wait. What loads is plain numbers and tensors.
-torch.serialization.add_safe_globals([PowerSGDState])

@@ -1,4 +1,9 @@
-"""Averages that torch.compile can trace, for DDP's Python reducer under compiled autograd."""
+"""Averages that torch.compile can trace, for DDP's Python reducer under compiled autograd.
+
+That reducer has no buckets: while the backward pass is traced it calls the hook for each parameter, with the pair
+`(gradient, parameter)`. Everything on this path must be plain enough for `torch.compile(fullgraph=True)`: exchanges are
+made before, no annotations are read, and no caches or threads are used.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +40,7 @@ class TracedComm:
         return torch.empty((self.size, numel), dtype=dtype, device=device)
 
     def all_gather_(self, rows: Tensor) -> Tensor:
-        """A new tensor: the compiler decides what is in place."""
+        """Returns a new tensor: the compiler decides what happens in place."""
         return self.all_gather(rows[self.rank])
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
@@ -44,12 +49,14 @@ class TracedComm:
 
 
 def traced_mean(exchange: Exchange, group: dist.ProcessGroup, grad: Tensor, param: Tensor) -> Any:
-    """Average one gradient in place, in a way that torch.compile can trace. The result is the gradient itself.
+    """Average one gradient in place, in a way that torch.compile can trace.
 
-    Sizes come from the parameter, as those of the gradient may be symbols.
+    Returns:
+        The gradient itself. It is typed as Any because a hook declares a Future, which the reducer does not use.
     """
     if exchange.lanes and group.size() > 1:
         flat = grad.reshape(-1).clone()
-        exchange.mean_(Bucket(0, flat, segments_of([param], ["traced"]), is_last=True), TracedComm(group))
+        segments = segments_of([param], ["traced"])  # of the parameter, as the sizes of the gradient may be symbols
+        exchange.mean_(Bucket(0, flat, segments, is_last=True), TracedComm(group))
         grad.copy_(flat.view_as(grad))
     return grad

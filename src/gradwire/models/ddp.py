@@ -6,7 +6,7 @@ import itertools
 import logging
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from gradwire._torch.ddp import (
     shadow_backward,
 )
 from gradwire._torch.distributed import backend_of, store_of, timeout_of
+from gradwire._torch.traced import plain_name, uncompiled
 from gradwire.auto.pilot import Pilot
 from gradwire.auto.settings import auto
 from gradwire.engine.hook import Hook
@@ -93,6 +94,7 @@ def attach(
     requested: str | None = None,
 ) -> Hook:
     """Give `model` a hook that averages over `group`, by default the model's own group. See `register`."""
+    model = uncompiled(model)
     check_model(model, requested or str(exchange))
     check_group(group)
     params, replicated = _named_parameters(model), _named_parameters(model, frozen=True)
@@ -168,7 +170,7 @@ class _Carried(Uncopied):
         self.hook = hook
         self.group = group
         self._model = weakref.ref(model)
-        self._names = {param: name for name, param in model.module.named_parameters()}
+        self._names = {param: plain_name(name) for name, param in model.module.named_parameters()}
         self._live = True
         self._scale: Callable[[], float] | None = None
         self._watch_join(model)
@@ -180,7 +182,7 @@ class _Carried(Uncopied):
     def average(self, bucket: Any) -> Future[Tensor]:
         """Average one bucket, or the (gradient, parameter) pair of DDP's compiled reducer."""
         if isinstance(bucket, tuple):
-            return cast(Future[Tensor], traced_mean(self.hook.exchange, self.group, *bucket))
+            return traced_mean(self.hook.exchange, self.group, *bucket)  # type: ignore[no-any-return]
         ours = from_ddp(bucket, lambda param: self._names[param])
         pilot = self.hook.pilot
         if pilot is not None and self.hook.opens_step(ours):
@@ -252,6 +254,10 @@ def _named_parameters(
 
     def params() -> list[tuple[str, Tensor]]:
         named = [] if (alive := module()) is None else alive.named_parameters()
-        return [(name, param) for name, param in named if (frozen or param.requires_grad) and name not in ignored]
+        return [
+            (plain_name(name), param)
+            for name, param in named
+            if (frozen or param.requires_grad) and name not in ignored
+        ]
 
     return params

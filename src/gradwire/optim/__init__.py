@@ -1,10 +1,8 @@
 """What happens to an averaged gradient, and training that averages parameters instead of gradients."""
 
-from gradwire.optim.averaging import HierarchicalModelAverager, PeriodicModelAverager
-from gradwire.optim.diloco import DiLoCo
+from gradwire.optim.averaging import HierarchicalModelAverager, PeriodicModelAverager, PostLocalSGDOptimizer
 from gradwire.optim.in_backward import StepInBackward, step_in_backward
-from gradwire.optim.local_sgd import LocalSGD
-from gradwire.optim.post_local_sgd import PostLocalSGDOptimizer
+from gradwire.optim.local_sgd import DiLoCo, LocalSGD
 
 __all__ = [
     "DiLoCo",

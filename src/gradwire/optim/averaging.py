@@ -1,15 +1,15 @@
-"""Averaging of parameters at certain steps: the averagers of torch's post-local SGD.
+"""Post-local SGD: torch's model averagers, and the optimizer that steps locally and then averages parameters.
 
-Same arguments and counting as torch's classes, and each works with torch's optimizer or with ours. Different:
-parameters keep their types, strides and storages; all that require a gradient are averaged, each with itself, whichever
-rank has a gradient for it; they can travel through any exchange; and what is counted or owed is in `state_dict()`.
+The arguments and the counting are those of torch's classes, and each works with torch's classes or with ours. The
+differences: parameters keep their types, strides and storages; all parameters that require a gradient are averaged,
+whichever ranks have a gradient for them; any exchange can be used; and `state_dict()` holds counters and residuals.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,18 +18,18 @@ from torch import Tensor
 from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
 
 from gradwire.engine.hook import Hook
-from gradwire.errors import SpecError, StateError
+from gradwire.errors import RegisterError, SpecError, StateError
 from gradwire.exchanges import Exchange
 from gradwire.exchanges import exchange as exchange_of
 from gradwire.models.ddp import make_hook
-from gradwire.optim.fragments import Named, by_type, check_parameters, digest, own_group, waited
+from gradwire.optim.fragments import Named, by_type, check_parameters, digest, own_group, wait_for
 
 Params = Iterable[Tensor] | Iterable[Mapping[str, Any]]
 """`model.parameters()`, or `optimizer.param_groups`."""
 
 
 class _Averager(ModelAverager):
-    """Counts the calls, and averages over groups that are told apart by a key; an engine a group, made when needed."""
+    """Counts the calls and averages over groups, each of which has a key and an engine that is made when needed."""
 
     def __init__(self, warmup_steps: int, process_group: dist.ProcessGroup | None, exchange: str | Exchange) -> None:
         super().__init__(own_group(process_group))
@@ -41,27 +41,27 @@ class _Averager(ModelAverager):
         self._loaded: dict[str, list[Mapping[str, Any]]] = {}
 
     def average_parameters(self, params: Params) -> None:
-        """Call it after every optimizer step, on all ranks: it averages in place when it is time, and counts."""
-        chosen = self._due() if self.step >= self.warmup_steps else None
+        """Call it after every optimizer step, on all ranks. It counts, and averages in place when it is time."""
+        chosen = self._group_now() if self.step >= self.warmup_steps else None
         if chosen is not None:
             self._average(params, *chosen)
         self.step += 1
 
-    def _due(self) -> tuple[str, dist.ProcessGroup] | None:
-        """The key and the group to average over at this step."""
+    def _group_now(self) -> tuple[str, dist.ProcessGroup] | None:
+        """The key and the group to average over at this step, if any."""
         raise NotImplementedError
 
     def _average(self, params: Params, key: str, group: dist.ProcessGroup) -> None:
         self._named = _named(params)
         device = check_parameters(self._named)
         hook = self._hook(key, group, device)
-        under_way = []
+        in_flight = []
         for fragment in by_type(self._named):
             flat = fragment.read()
             hook.begin(fragment.bucket(flat))
-            under_way.append((fragment, flat, hook.mean(fragment.bucket(flat))))
-        for fragment, flat, future in under_way:
-            waited(future, f"averaging parameters at step {self.step}")
+            in_flight.append((fragment, flat, hook.mean(fragment.bucket(flat))))
+        for fragment, flat, future in in_flight:
+            wait_for(future, f"averaging parameters at step {self.step}")
             fragment.write(flat)
 
     def _hook(self, key: str, group: dist.ProcessGroup, device: torch.device) -> Hook:
@@ -76,12 +76,12 @@ class _Averager(ModelAverager):
         return hook
 
     def state_dict(self) -> dict[str, Any]:
-        """The count, and what the exchange keeps on this rank. Save it on every rank."""
-        kept = {key: [hook.state_dict()] for key, hook in self._hooks.items()}
-        return {"step": self.step, "exchange": {**kept, **self._loaded}}
+        """The number of calls, and the exchange's state on this rank. Save it on every rank."""
+        states = {key: [hook.state_dict()] for key, hook in self._hooks.items()}
+        return {"step": self.step, "exchange": {**states, **self._loaded}}
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Go on counting from this rank's own state, or from the list of all ranks' on another number of ranks."""
+        """Continue from this rank's own state, or on another number of ranks from the list of all ranks' states."""
         states = [state] if isinstance(state, Mapping) else list(state)
         if not states or any(not {"step", "exchange"} <= given.keys() for given in states):
             raise StateError("not a state of an averager: pass what state_dict() returned, or a list of such")
@@ -112,16 +112,16 @@ class PeriodicModelAverager(_Averager):
         self.period = _whole("period", period, 1)
         _warn_of_one(period)
 
-    def _due(self) -> tuple[str, dist.ProcessGroup] | None:
-        due = (self.step - self.warmup_steps) % self.period == 0
-        return ("all", self.process_group) if due else None
+    def _group_now(self) -> tuple[str, dist.ProcessGroup] | None:
+        now = (self.step - self.warmup_steps) % self.period == 0
+        return ("all", self.process_group) if now else None
 
 
 class HierarchicalModelAverager(_Averager):
-    """Averages parameters over groups of several sizes, the larger the more rarely: `{period: group size}`.
+    """Averages parameters over groups of several sizes, larger groups more rarely: `{period: group size}`.
 
-    At a step that several periods divide, the longest counts. Groups are neighbours in the order of ranks. All ranks of
-    `process_group` together, as it makes groups.
+    At a step that several periods divide, the longest one applies. A group has consecutive ranks. All ranks of
+    `process_group` must make the averager together, as it makes process groups.
     """
 
     def __init__(
@@ -143,18 +143,75 @@ class HierarchicalModelAverager(_Averager):
 
     def _find_process_group(self) -> dist.ProcessGroup | None:
         """The group to average over at this step, if any."""
-        due = self._due()
-        return None if due is None else due[1]
+        chosen = self._group_now()
+        return None if chosen is None else chosen[1]
 
-    def _due(self) -> tuple[str, dist.ProcessGroup] | None:
+    def _group_now(self) -> tuple[str, dist.ProcessGroup] | None:
         for period in reversed(self._periods):
             if self.step % period == 0:
                 return str(period), self.period_process_group_dict[period]
         return None
 
 
+class PostLocalSGDOptimizer(torch.optim.Optimizer):
+    """Steps `optim`, then lets `averager` average its parameters. The averager may be ours or torch's."""
+
+    optim: torch.optim.Optimizer
+    averager: ModelAverager
+
+    def __init__(self, optim: torch.optim.Optimizer, averager: ModelAverager) -> None:
+        if not isinstance(optim, torch.optim.Optimizer) or not hasattr(averager, "average_parameters"):
+            kinds = f"{type(optim).__name__} and {type(averager).__name__}"
+            raise RegisterError(f"PostLocalSGDOptimizer takes an optimizer and a model averager, got {kinds}")
+        # As unpickling does: an Optimizer with its own hooks, but with the groups and state of the local one.
+        self.__setstate__({"optim": optim, "averager": averager, "defaults": optim.defaults})
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Those of the local optimizer."""
+        return self.optim.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """That of the local optimizer."""
+        return self.optim.state
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step the local optimizer, then call the averager."""
+        loss = self.optim.step() if closure is None else self.optim.step(closure)
+        self.averager.average_parameters(params=self.param_groups)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As the local optimizer does."""
+        self.optim.zero_grad(set_to_none=set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """To the local optimizer."""
+        self.optim.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The local optimizer's state, with the averager's count as "step" and its other state as "averager"."""
+        state_dict = getattr(self.averager, "state_dict", None)  # torch's averagers have none
+        more = {} if state_dict is None else {"averager": state_dict()}
+        return {**self.optim.state_dict(), "step": self.averager.step, **more}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what `state_dict` of this class or of torch's returned."""
+        self.optim.load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
+        load = getattr(self.averager, "load_state_dict", None)
+        if load is not None and "averager" in state_dict:
+            load(state_dict["averager"])
+        if "step" not in state_dict:
+            warnings.warn("the state has no count of an averager ('step'); it starts from 0", stacklevel=2)
+        self.averager.step = int(state_dict.get("step", 0))
+
+    def __repr__(self) -> str:
+        return repr(self.optim)
+
+
 def _named(params: Params) -> Named:
-    """Parameters by their place; those that require no gradient never move, so they are left out."""
+    """Parameters by their position, without those that require no gradient, as they never change."""
     flat: list[Tensor] = []
     for item in params:
         if not isinstance(item, Tensor | Mapping):
@@ -164,13 +221,13 @@ def _named(params: Params) -> Named:
 
 
 def _neighbours(group: dist.ProcessGroup, size: int) -> dist.ProcessGroup:
-    """This rank's group among those of `size` ranks that `group` falls into."""
+    """This rank's group if `group` is divided into groups of `size` consecutive ranks."""
     if size == group.size():
         return group
     ranks, first = dist.get_process_group_ranks(group), group.rank() // size * size
-    made = dist.new_group(ranks[first : first + size], use_local_synchronization=True)
-    assert isinstance(made, dist.ProcessGroup)
-    return made
+    neighbours = dist.new_group(ranks[first : first + size], use_local_synchronization=True)
+    assert isinstance(neighbours, dist.ProcessGroup)
+    return neighbours
 
 
 def _check_levels(levels: Mapping[int, int], size: int) -> None:
@@ -180,9 +237,7 @@ def _check_levels(levels: Mapping[int, int], size: int) -> None:
     for number in (*periods, *sizes):
         _whole("every number in period_group_size_dict", number, 1)
     if periods != sorted(periods) or sizes != sorted(sizes):
-        raise SpecError(
-            f"period_group_size_dict must go from short periods and small groups upwards, got {dict(levels)}"
-        )
+        raise SpecError(f"period_group_size_dict must be sorted by period, with groups that grow, got {dict(levels)}")
     if sizes[-1] != size:
         raise SpecError(f"the last group size must be that of the process group ({size}), got {sizes[-1]}")
     if any(size % part for part in sizes):
@@ -197,5 +252,5 @@ def _whole(name: str, value: int, least: int) -> int:
 
 def _warn_of_one(period: int) -> None:
     if period == 1:
-        told = "a period of 1 averages parameters at every step: averaging gradients with DDP costs no more"
-        warnings.warn(told, stacklevel=3)
+        message = "a period of 1 averages parameters at every step: averaging gradients with DDP costs no more"
+        warnings.warn(message, stacklevel=3)

@@ -1,10 +1,9 @@
-"""Fragments: some parameters of a model as one flat tensor, for parameters that travel instead of gradients."""
+"""Fragments: some parameters of a model as one flat tensor, for averaging parameters instead of gradients."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -19,14 +18,14 @@ Named = Sequence[tuple[str, Tensor]]
 
 
 class Fragment:
-    """Some parameters, and how their values lie in a flat tensor: one after the other, each by its own strides.
+    """Some parameters, and the layout of their values in a flat tensor: one after the other, each by its own strides.
 
-    The flat tensor is real and of float32 at least: what travels rarely should not be rounded before it does.
+    The flat tensor is real and at least float32: values that are averaged rarely should not be rounded before.
     """
 
     def __init__(self, index: int, named: Named) -> None:
         self.index = index
-        named = sorted(named, key=lambda pair: not pair[1].is_complex())  # pairs of numbers begin at even places
+        named = sorted(named, key=lambda pair: not pair[1].is_complex())  # pairs of numbers start at even positions
         self.names = tuple(name for name, _ in named)
         self.params = tuple(param for _, param in named)
         self.segments = segments_of(self.params, self.names)
@@ -48,42 +47,28 @@ class Fragment:
         return self.bucket(flat).grads
 
     def read(self) -> Tensor:
-        """The parameters' values, in a new flat tensor."""
+        """The values of the parameters in a new flat tensor."""
         return self.copy_(self.flat(), self.params)
 
     def write(self, flat: Tensor) -> None:
-        """Put values into the parameters, in place: types, strides and storages stay."""
+        """Copy values into the parameters, which keep their types, strides and storages."""
         with torch.no_grad():
             for param, view in zip(self.params, self.views(flat), strict=True):
                 param.copy_(view)
 
     def copy_(self, flat: Tensor, values: Iterable[Tensor]) -> Tensor:
-        """Fill `flat` with one tensor a parameter."""
+        """Fill `flat` with one tensor per parameter."""
         for view, value in zip(self.views(flat), values, strict=True):
             view.copy_(value.detach())
         return flat
 
     def by_name(self, flat: Tensor) -> dict[str, Tensor]:
-        """A copy of what `flat` holds of each parameter."""
+        """A copy of each parameter's part of `flat`."""
         return {name: view.clone() for name, view in zip(self.names, self.views(flat), strict=True)}
 
 
-@dataclass(slots=True, eq=False)
-class Journey:
-    """An exchange of one fragment under way."""
-
-    fragment: Fragment
-    due: int
-    """The step at whose end it arrives."""
-    mean: Tensor
-    """The mean of the deltas, once `future` is done."""
-    future: Future[Tensor] | None
-    started: list[Tensor]
-    """The parameters at departure; empty if arrival follows at once."""
-
-
 def cut(named: Named, count: int) -> list[Fragment]:
-    """Whole tensors in `count` fragments of near equal size; the same cut wherever the model is the same."""
+    """Divide whole tensors into `count` fragments of similar size. The result depends on the model only."""
     parts: list[list[int]] = [[] for _ in range(count)]
     loads = [0] * count
     for place in sorted(range(len(named)), key=lambda place: -named[place][1].numel()):
@@ -94,7 +79,7 @@ def cut(named: Named, count: int) -> list[Fragment]:
 
 
 def by_type(named: Named) -> list[Fragment]:
-    """A fragment for each type that the values travel in, so that no value travels in a wider one than it needs."""
+    """One fragment per type that values are sent in, so that no value is sent in a wider type than it needs."""
     parts: dict[torch.dtype, list[tuple[str, Tensor]]] = {}
     for name, param in named:
         parts.setdefault(torch.promote_types(torch.float32, param.dtype.to_real()), []).append((name, param))
@@ -102,17 +87,17 @@ def by_type(named: Named) -> list[Fragment]:
 
 
 def check_parameters(named: Named) -> torch.device:
-    """Refuse parameters that cannot be averaged. Returns the device that they are on."""
+    """Return the device of the parameters; raise RegisterError if they cannot be averaged."""
     check_types(named, "parameters")
     for name, param in named:
         if param.device != named[0][1].device:
-            told = f"{named[0][0]!r} is on {named[0][1].device}, {name!r} on {param.device}"
-            raise RegisterError(f"the parameters must be on one device; {told}")
+            devices = f"{named[0][0]!r} is on {named[0][1].device}, {name!r} on {param.device}"
+            raise RegisterError(f"the parameters must be on one device; {devices}")
     return named[0][1].device
 
 
-def waited(future: Future[Tensor], what: str) -> Tensor:
-    """The value of an exchange's future; its failure as an error of ours."""
+def wait_for(future: Future[Tensor], what: str) -> Tensor:
+    """The value of an exchange's future; raises ExchangeError if it failed."""
     try:
         return future.wait()
     except RuntimeError as error:
@@ -121,15 +106,15 @@ def waited(future: Future[Tensor], what: str) -> Tensor:
 
 def digest(named: Named) -> str:
     """A short text that is the same for the same names, shapes and types, in the same order."""
-    told = repr([(name, tuple(param.shape), str(param.dtype)) for name, param in named])
-    return f"{len(named)} tensors, {hashlib.sha256(told.encode()).hexdigest()[:16]}"
+    text = repr([(name, tuple(param.shape), str(param.dtype)) for name, param in named])
+    return f"{len(named)} tensors, {hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 def own_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """`group`, or the world; refused if this rank is not in it."""
+    """`group`, or the world if it is None; raises RegisterError if this rank is not in it."""
     if group is None and not dist.is_initialized():
         raise RegisterError("there is no process group: call torch.distributed.init_process_group() first")
-    found = dist.group.WORLD if group is None else group
-    if not isinstance(found, dist.ProcessGroup):  # what new_group() gives those it leaves out
+    group = dist.group.WORLD if group is None else group
+    if not isinstance(group, dist.ProcessGroup):  # new_group() returns a number on ranks that are not members
         raise RegisterError("this rank is not in the process group given; only its members may average over it")
-    return found
+    return group

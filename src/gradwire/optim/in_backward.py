@@ -1,10 +1,10 @@
-"""Step in backward: each parameter is stepped as soon as its bucket is averaged, beside the rest of the backward pass.
+"""Step in backward: each parameter is stepped as soon as its bucket is averaged, while the backward pass continues.
 
-1. DDP hands over a bucket. In the thread that runs backward we only take note of it.
+1. DDP passes a bucket. The thread that runs backward only records it.
 2. The exchange averages it. In the engine's thread the optimizer then steps the bucket's parameters, with their `grad`
-   set to their part of the bucket. A parameter that this rank did not use waits: other ranks may have, or may not.
-3. At the end of backward, when DDP has said which gradients there are, the parameters that waited are stepped.
-4. `optimizer.step()` then has nothing left to do; it is where the loop says that it agrees with what was done.
+   set to their part of the bucket. A parameter that this rank did not use has to wait: other ranks may have used it.
+3. At the end of backward DDP has set the gradients of those that other ranks used, and they are stepped.
+4. `optimizer.step()` then has nothing left to do. It checks that the gradients were not changed since.
 """
 
 from __future__ import annotations
@@ -28,15 +28,25 @@ from gradwire.optim.parts import STEPS_IN_BACKWARD, Parts, check_optimizer
 def step_in_backward(
     model: DistributedDataParallel, optimizer: Optimizer, *, set_to_none: bool = False
 ) -> StepInBackward:
-    """From now on step `optimizer` during the backward passes of `model`, which carries a gradwire hook.
+    """Step `optimizer` during the backward passes of `model` from now on.
 
     The training loop stays as it is: `zero_grad()`, forward, backward, `optimizer.step()`, `scheduler.step()`. When
-    backward returns, the parameters are those that `optimizer.step()` would have made, bit for bit; the state is in
-    `optimizer`, and its settings are read anew at every step. `optimizer.step()` does not step again: it raises if the
-    gradients were changed meanwhile (clipped, unscaled), as that came too late.
+    backward returns, the parameters are those that `optimizer.step()` would have computed, bit for bit. The state is in
+    `optimizer`, and its settings are read in every step. `optimizer.step()` does not step again.
 
-    With `set_to_none` a gradient is let go as soon as its bucket is full, and after backward every `grad` is None. That
-    saves up to half the memory of gradients; none with `gradient_as_bucket_view`: there they are the buckets' memory.
+    Args:
+        model: A DDP model with a gradwire hook.
+        optimizer: Steps parameters of the model, and none of another.
+        set_to_none: Free a gradient as soon as its bucket is full; after backward every `grad` is None. This saves up
+            to half the memory of the gradients, but nothing with `gradient_as_bucket_view`, where they are the
+            buckets' memory.
+
+    Returns:
+        An object whose `close()` goes back to stepping after backward.
+
+    Raises:
+        RegisterError: The optimizer cannot be stepped in parts. `optimizer.step()` raises it too, if gradients were
+            changed after backward (clipped, unscaled), because the parameters were stepped already.
     """
     hook = _hook_of(model)
     check_optimizer(optimizer)
@@ -52,7 +62,7 @@ class StepInBackward:
     ) -> None:
         self.hook, self.optimizer, self.set_to_none = hook, optimizer, set_to_none
         self.steps = 0
-        """Steps made in backward."""
+        """The number of steps made in backward."""
         self._parts = Parts(optimizer)
         self._averaged = {param for _, param in hook._params()} | _frozen(model)
         self._check_members()
@@ -72,7 +82,7 @@ class StepInBackward:
         self._restore = replace_step(optimizer, self._finish, STEPS_IN_BACKWARD)
 
     def close(self) -> None:
-        """Give the optimizer its own step back, between steps: from the next one on it steps after backward."""
+        """Step after backward again from the next step on. Call it between steps."""
         if self.hook.after_mean != self._averaged_one:
             return
         self.hook.before_mean = self.hook.after_mean = None
@@ -86,18 +96,18 @@ class StepInBackward:
         task, self._task = self._task, backward_id()
         if not self._in_backward:
             return
-        if self._skips_buckets:  # those that no rank used never come: the first of a pass may be any, and the last too
+        if self._skips_buckets:  # DDP leaves out buckets that no rank used, also the first or the last
             first = task != self._task
         if first:
             self._begin()
         if self.set_to_none:
-            self._let_go(bucket)
+            self._free_grads(bucket)
         if first if self._skips_buckets else bucket.is_last:
             at_the_very_end(self._end)
 
     @property
     def _in_backward(self) -> bool:
-        """False where DDP's Join shadows the backward pass of other ranks."""
+        """False if DDP's Join takes part in other ranks' backward passes."""
         return self._task != NO_BACKWARD
 
     def _begin(self) -> None:
@@ -110,16 +120,16 @@ class StepInBackward:
         self._parts.refresh()
         self._check_members()
 
-    def _let_go(self, bucket: Bucket) -> None:
-        """The bucket has the gradients now, so they need no memory beside it. (For None DDP would make new ones.)"""
+    def _free_grads(self, bucket: Bucket) -> None:
+        """Let the gradients be views of the bucket, which holds them now. (DDP would replace None by new tensors.)"""
         for param, grad in self._pairs(bucket):
             param.grad = grad
 
     def _end(self) -> None:
-        """DDP is done with the gradients: step what waited, and note how they look."""
-        waited = [param for param in self._parts.params if param.grad is not None and param not in self._stepped]
-        if waited:
-            self._parts.step(waited)
+        """DDP has set all gradients: step what is left, and record the gradients' versions."""
+        rest = [param for param in self._parts.params if param.grad is not None and param not in self._stepped]
+        if rest:
+            self._parts.step(rest)
         if self.set_to_none:
             for param in self._parts.params:
                 param.grad = None
@@ -146,7 +156,7 @@ class StepInBackward:
         self._stepped.update(param for param, _ in pairs)
 
     def _pairs(self, bucket: Bucket) -> list[tuple[Tensor, Tensor]]:
-        """The bucket's parameters that are ours and that this rank used, with their parts of it."""
+        """The bucket's parameters that the optimizer has and this rank used, with their parts of the bucket."""
         grads = [bucket.flat] if bucket.flat.is_sparse else bucket.grads
         return [
             (param, grad)
@@ -157,7 +167,7 @@ class StepInBackward:
     # -- optimizer.step() ----------------------------------------------------------------------------------------
 
     def _finish(self, optimizer: Any, closure: object = None) -> None:
-        """What `optimizer.step()` is now."""
+        """Replaces `optimizer.step()`."""
         if closure is not None:
             raise RegisterError("a closure would run backward a second time; step after backward to use one")
         if getattr(optimizer, "found_inf", None) is not None:
@@ -165,7 +175,7 @@ class StepInBackward:
                 "a GradScaler must see all gradients before any parameter is stepped; train in bfloat16, which needs "
                 "no scaler, or step after backward"
             )
-        if not self._unread:  # nothing was averaged since: passes under no_sync alone, or a compiled reducer
+        if not self._unread:  # no bucket was averaged: all passes were under no_sync, or the reducer is compiled
             self._parts.refresh()
             self._parts.step(param for param in self._parts.params if param.grad is not None)
             return
@@ -173,17 +183,17 @@ class StepInBackward:
         if any(param.grad is not grad or version(grad) != before for param, grad, before in seen):
             raise RegisterError(
                 "gradients were changed between backward() and optimizer.step(), but the parameters were stepped with "
-                "them as they were; to clip gradients, step after backward: close() what step_in_backward returned"
+                "the old ones; to clip gradients, step after backward: close() what step_in_backward returned"
             )
 
     # -- refusals ------------------------------------------------------------------------------------------------
 
     def _check_members(self) -> None:
-        strangers = sum(param not in self._averaged for param in self._parts.params)
-        if strangers:
+        others = sum(param not in self._averaged for param in self._parts.params)
+        if others:
             raise RegisterError(
-                f"{strangers} parameters of the optimizer are in no bucket of this model (other modules', or ignored "
-                "by DDP), so no backward would step them; give them an optimizer of their own"
+                f"{others} parameters of the optimizer are in no bucket of this model (other modules', or ignored "
+                "by DDP), so backward would not step them; give them their own optimizer"
             )
 
 
@@ -191,15 +201,15 @@ def _hook_of(model: object) -> Hook:
     if not isinstance(model, DistributedDataParallel):
         raise RegisterError(f"the model must be a DistributedDataParallel, got {type(model).__name__}")
     _, state = comm_hook_of(model) or (None, None)
-    hook = getattr(state, "hook", None)
+    hook = getattr(state, "hook", None)  # the state may be the user's
     if not isinstance(hook, Hook):
-        raise RegisterError("this model carries no gradwire hook; first gradwire.register(model, 'exact'), or another")
+        raise RegisterError("this model carries no gradwire hook; call gradwire.register(model, 'exact') first")
     return hook
 
 
 def _check_alone(model: DistributedDataParallel, hook: Hook) -> None:
     if hook.after_mean is not None:
-        raise RegisterError("this model's gradients are stepped in backward already; close() that before")
+        raise RegisterError("this model is stepped in backward already; call close() of the first one")
     if any(has_optimizers_in_backward(param) for param in model.module.parameters()):
         raise RegisterError(
             "parameters of this model have optimizers from torch's _apply_optimizer_in_backward; use one of the two"
@@ -216,5 +226,5 @@ def in_backward() -> bool:
 
 
 def at_the_very_end(run: Callable[[], None]) -> None:
-    """Call `run` when this backward ends, after what DDP has still to do: its own call is queued behind ours."""
+    """Call `run` when this backward ends, after DDP's own callback, which is queued later than ours."""
     at_end_of_backward(lambda: at_end_of_backward(run))

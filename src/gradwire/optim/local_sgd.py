@@ -1,18 +1,22 @@
-"""Local SGD: every rank trains by itself, and once in many steps the ranks average what they have moved.
+"""LocalSGD and DiLoCo: every rank trains by itself, and the ranks average their changes once in many steps.
 
 A round, for each fragment of the model (g: the global values, the same on all ranks; x: this rank's parameters):
 
-1. Every rank takes `every` optimizer steps from g.
-2. The fragment departs: d = g - x goes through the exchange, beside the steps that follow.
-3. `delay` steps later its mean arrives on all ranks: g <- g - mean(d), the outer step.
-4. The parameters become the new g plus what this rank has moved since 2. Every inner step so counts exactly once.
+1. Every rank takes `sync_every` optimizer steps from g.
+2. The fragment is sent: the delta d = g - x goes through the exchange while training continues.
+3. `delay` steps later its mean arrives on all ranks, and the outer step is g <- g - mean(d).
+4. The parameters become the new g plus what this rank has changed since 2, so every inner step counts exactly once.
 
-Without delay 4 says that all ranks hold the same bits. Fragments take turns within the round, so the link is used
-evenly. Departures and arrivals are counted in steps, never in time: runs repeat exactly.
+Without delay, all ranks hold the same bits after 4. Fragments are sent at different steps of the round, so the link is
+used evenly. All of this is counted in steps, never in time: runs repeat exactly.
+
+DiLoCo's outer step treats mean(d) as a gradient and has Nesterov momentum, so that rounds can be long: Douillard et
+al., "DiLoCo" (2023) and, for fragments and delays, "Streaming DiLoCo" (2025).
 """
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -22,26 +26,42 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from gradwire.errors import RegisterError
+from gradwire._torch.optim import has_step_hooks
+from gradwire.errors import RegisterError, SpecError
 from gradwire.exchanges import Exchange
 from gradwire.exchanges import exchange as exchange_of
 from gradwire.exchanges.base import Comm
 from gradwire.models.ddp import make_hook
-from gradwire.optim import rounds_state
-from gradwire.optim.fragments import Fragment, Journey, check_parameters, cut, digest, own_group, waited
-from gradwire.optim.rounds_checks import check_held, check_model, check_schedule
+from gradwire.optim.fragments import Fragment, Named, check_parameters, cut, digest, own_group
+from gradwire.optim.rounds import Rounds, Transfer
 
-_at_work: weakref.WeakKeyDictionary[nn.Module, weakref.ref[LocalSGD]] = weakref.WeakKeyDictionary()
+_active: weakref.WeakKeyDictionary[nn.Module, weakref.ref[LocalSGD]] = weakref.WeakKeyDictionary()
 
 
-class LocalSGD:
-    """A context manager over an ordinary training loop with a plain module: counts `optimizer.step()` by itself.
+class LocalSGD(Rounds):
+    """A context manager around an ordinary training loop with a plain module. It counts `optimizer.step()` by itself.
 
-    `every` is the number of steps between two averages of a parameter, `exchange` any spec of gradwire: it carries
-    deltas, so few bits go a long way. All ranks must take the same steps. On entering, all ranks start from rank 0's
-    parameters; on leaving, `sync()` makes them alike again. After an error the ranks are left as they are.
+    On entering, all ranks start from rank 0's parameters; on leaving, `sync()` makes them equal again. After an error
+    the ranks are left as they are. All ranks must take the same number of steps.
+
+    Args:
+        model: The module, not wrapped in DDP.
+        optimizer: Steps the module's parameters.
+        sync_every: The number of steps between two averages of a parameter.
+        exchange: Any spec of gradwire. It averages deltas, for which few bits are enough.
+        fragments: The number of parts of the model that are sent one after the other within a round.
+        delay: The number of steps that an exchange may take before its result is applied.
+        process_group: The ranks; None is the world.
+
+    Example:
+        with LocalSGD(model, optimizer, sync_every=10, exchange="bf16"):
+            for x, y in batches:
+                optimizer.zero_grad()
+                loss(model(x), y).backward()
+                optimizer.step()
     """
 
     def __init__(
@@ -49,32 +69,24 @@ class LocalSGD:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         *,
-        every: int,
+        sync_every: int,
         exchange: str | Exchange = "exact",
         fragments: int = 1,
         delay: int = 0,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        check_model(model, optimizer)
-        _check_alone(model)
+        _check_model(model, optimizer)
         named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
         device = check_parameters(named)
-        check_held(named, optimizer)
-        check_schedule(every, fragments, delay, len(named))
-        self.every, self.delay, self.steps = every, delay, 0
-        self.fragments = cut(named, fragments)
-        self.globals = [fragment.read() for fragment in self.fragments]
+        _check_optimizer(named, optimizer)
+        _check_schedule(sync_every, fragments, delay, len(named))
+        super().__init__(cut(named, fragments), sync_every, delay)
         self.hook = make_hook(exchange_of(exchange), own_group(process_group), device, params=self.named_globals)
-        self.last = -1
-        """The fragment that departed last."""
-        self.departed = [0] * fragments
-        """The step of each fragment's last departure."""
-        self.journeys: list[Journey] = []
         self.loaded = False
         self._optimizer = optimizer
         self._counter: RemovableHandle | None = None
         self._agree(digest(named))
-        _at_work[model] = weakref.ref(self)
+        _active[model] = weakref.ref(self)
 
     # -- the loop ----------------------------------------------------------------------------------------------
 
@@ -85,14 +97,14 @@ class LocalSGD:
         if self.loaded:
             self._check_loaded()
         else:
-            self._start_alike()
+            self._copy_from_rank_0()
         self._counter = self._optimizer.register_step_post_hook(lambda *_: self._count())
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Make the ranks alike, unless an error is passing; then stop counting."""
+        """Make the ranks equal, unless there was an error; then stop counting."""
         try:
             if kind is None:
                 self.sync()
@@ -100,99 +112,86 @@ class LocalSGD:
             self.close()
 
     def sync(self) -> None:
-        """Let everything arrive and average what has moved since: all ranks then hold the same parameters.
+        """Apply all averages in flight and average what changed since. All ranks then hold the same parameters.
 
-        All ranks together, between steps. What has not moved since its last departure stays as it is.
+        All ranks together, between steps. Fragments that were sent at this step are not sent again.
         """
-        self._arrive(self.journeys)
+        self._apply(self.transfers)
         for fragment in self.fragments:
-            if self.departed[fragment.index] != self.steps:
-                self._depart(fragment)
-        self._arrive(self.journeys)
+            if self.sent_at[fragment.index] != self.steps:
+                self._send(fragment)
+        self._apply(self.transfers)
 
     def close(self) -> None:
-        """Stop counting, end threads and connections. What is under way is dropped."""
+        """Stop counting, and end threads and connections. Averages in flight are dropped."""
         if self._counter is not None:
             self._counter.remove()
-        self.journeys = []
+        self.transfers = []
         self.hook.close()
 
     def _count(self) -> None:
         self.steps += 1
         for fragment in self.fragments:
-            if self.steps % self.every == self._offset(fragment):
-                self._depart(fragment)
-        self._arrive([journey for journey in self.journeys if journey.due <= self.steps])
+            if self.steps % self.sync_every == self._offset(fragment):
+                self._send(fragment)
+        self._apply([transfer for transfer in self.transfers if transfer.arrives_at <= self.steps])
 
     def _offset(self, fragment: Fragment) -> int:
-        """The turn of a fragment within a round; the last one's is the round's end."""
-        return (fragment.index + 1) * self.every // len(self.fragments) % self.every
+        """The step within a round at which a fragment is sent; for the last fragment it is the end of the round."""
+        return (fragment.index + 1) * self.sync_every // len(self.fragments) % self.sync_every
 
     @torch.no_grad()
-    def _depart(self, fragment: Fragment) -> None:
-        """Steps 1 and 2. The delta starts from g as the parameter's own type holds it, so rounding is no movement."""
+    def _send(self, fragment: Fragment) -> None:
+        """Steps 1 and 2. The delta starts from g rounded to the parameter's type, so rounding is not a change."""
         delta = fragment.flat()
         values = fragment.views(self.globals[fragment.index])
         for view, value, param in zip(fragment.views(delta), values, fragment.params, strict=True):
             view.copy_(value.to(param.dtype)).sub_(param)
         bucket = fragment.bucket(delta)
         self.hook.begin(bucket)
-        started = [param.detach().clone() for param in fragment.params] if self.delay else []
-        self.journeys.append(Journey(fragment, self.steps + self.delay, delta, self.hook.mean(bucket), started))
-        self.last, self.departed[fragment.index] = fragment.index, self.steps
+        at_start = [param.detach().clone() for param in fragment.params] if self.delay else []
+        self.transfers.append(Transfer(fragment, self.steps + self.delay, delta, self.hook.mean(bucket), at_start))
+        self.last_sent, self.sent_at[fragment.index] = fragment.index, self.steps
 
     @torch.no_grad()
-    def _arrive(self, journeys: Sequence[Journey]) -> None:
-        """Steps 3 and 4, in the order of departure."""
-        for journey in list(journeys):
-            self._wait(journey)
-            fragment, values = journey.fragment, self.globals[journey.fragment.index]
-            self._outer_step_(fragment, values, journey.mean)
+    def _apply(self, transfers: Sequence[Transfer]) -> None:
+        """Steps 3 and 4, in the order in which the fragments were sent."""
+        for transfer in list(transfers):
+            self._wait(transfer)
+            fragment, values = transfer.fragment, self.globals[transfer.fragment.index]
+            self._outer_step_(fragment, values, transfer.mean)
             for place, (param, view) in enumerate(zip(fragment.params, fragment.views(values), strict=True)):
-                fresh = view.to(param.dtype)
-                param.copy_(fresh + (param - journey.started[place]) if journey.started else fresh)
-            self.journeys.remove(journey)
+                new = view.to(param.dtype)
+                param.copy_(new + (param - transfer.at_start[place]) if transfer.at_start else new)
+            self.transfers.remove(transfer)
 
     def _outer_step_(self, fragment: Fragment, values: Tensor, mean: Tensor) -> None:
-        """Move the global values by the mean of what the ranks have moved."""
+        """Change the global values by the mean of the ranks' changes."""
         values.sub_(mean)
-
-    def _wait(self, journey: Journey) -> None:
-        if journey.future is not None:
-            waited(journey.future, f"averaging parameters at step {self.steps}")
-            journey.future = None
 
     # -- checkpoints -------------------------------------------------------------------------------------------
 
     def state_dict(self, *, merged: bool = False) -> dict[str, Any]:
         """Tensors, numbers and text only. Call it between steps, also in the middle of a round.
 
-        Save it on every rank, with the model's and the optimizer's own states: going on is then exact. With `merged`
-        (all ranks together) what feedback keeps is summed, so that any number of ranks can load the one state.
+        By default this rank's own state: save it on every rank, with the states of the model and the optimizer, and
+        training continues exactly. With `merged` (all ranks together) the residuals are summed, so that any number of
+        ranks can load the one state.
         """
-        for journey in self.journeys:
-            self._wait(journey)
-        return rounds_state.pack(self, merged)
+        return self._pack(merged)
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Go on from this rank's own state, or from a merged one or the list of all ranks' states. Before entering.
+        """Continue from this rank's own state, a merged one, or the list of all ranks' states. Call it before entering.
 
-        Own state: the model must hold what it held on this rank. Otherwise, or on another number of ranks: every rank
-        starts from the global values, which are written into the model, and what was moved since is lost.
+        With its own state, the model must hold what it held on this rank. Otherwise, or on another number of ranks,
+        every rank starts from the global values, which are written into the model, and later changes are lost.
         """
         if self._counter is not None:
             raise RegisterError("load_state_dict() comes before entering the context")
-        rounds_state.load(self, [state] if isinstance(state, Mapping) else list(state))
+        self._load([state] if isinstance(state, Mapping) else list(state))
         self.loaded = True
 
-    def outer_state(self) -> dict[str, list[Tensor]]:
-        """What the outer step remembers: a flat tensor a fragment, by name."""
-        return {}
-
-    # -- machinery ---------------------------------------------------------------------------------------------
-
-    def __str__(self) -> str:
-        return f"{type(self).__name__}(every={self.every}, fragments={len(self.fragments)}, delay={self.delay})"
+    # -- before the first step ---------------------------------------------------------------------------------
 
     def _agree(self, model: str) -> None:
         if self.hook.size == 1:
@@ -207,27 +206,106 @@ class LocalSGD:
     def _check_loaded(self) -> None:
         if self.hook.size > 1:
             self.hook.agree("step of a checkpoint", str(self.steps))
-            self.hook.agree("global values", rounds_state.fingerprint_of(self.globals))
+            self.hook.agree("global values", self._fingerprint())
 
-    def _start_alike(self) -> None:
-        """Rank 0's parameters for everybody, as DDP does it."""
+    def _copy_from_rank_0(self) -> None:
+        """As DDP does."""
         for fragment, values in zip(self.fragments, self.globals, strict=True):
             fragment.copy_(values, fragment.params)
             if self.hook.size > 1:
-                self.hook.run(partial(_from_rank_0_, values))
+                self.hook.run(partial(_broadcast_, values))
                 fragment.write(values)
 
-    def named_globals(self) -> list[tuple[str, Tensor]]:
-        """The global values, for `hook.verify()`: they are the same on all ranks at any time."""
-        pairs = zip(self.fragments, self.globals, strict=True)
-        return [pair for fragment, values in pairs for pair in zip(fragment.names, fragment.views(values), strict=True)]
+
+class DiLoCo(LocalSGD):
+    """`LocalSGD` with an outer Nesterov step: m <- momentum m + mean(d); g <- g - lr (mean(d) + momentum m).
+
+    Good exchanges are "bf16", "int4:feedback=true" or "powersgd:rank=4".
+
+    Args:
+        outer_lr: lr above.
+        outer_momentum: momentum above.
+        delay: By default 1, so that communication and computation overlap for one step (0 if `sync_every` is 1).
+
+    The other arguments are those of `LocalSGD`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        sync_every: int,
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.9,
+        exchange: str | Exchange = "exact",
+        fragments: int = 1,
+        delay: int | None = None,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if not (isinstance(outer_lr, int | float) and math.isfinite(outer_lr) and outer_lr > 0):
+            raise SpecError(f"outer_lr must be a finite number above 0, got {outer_lr!r}")
+        if not (isinstance(outer_momentum, int | float) and 0 <= outer_momentum < 1):
+            raise SpecError(f"outer_momentum must be in [0, 1), got {outer_momentum!r}")
+        self.outer_lr, self.outer_momentum = float(outer_lr), float(outer_momentum)
+        super().__init__(
+            model,
+            optimizer,
+            sync_every=sync_every,
+            exchange=exchange,
+            fragments=fragments,
+            delay=int(sync_every != 1) if delay is None else delay,
+            process_group=process_group,
+        )
+        self.momentum = [fragment.flat() for fragment in self.fragments]
+
+    def outer_state(self) -> dict[str, list[Tensor]]:
+        """The momentum."""
+        return {"momentum": self.momentum}
+
+    def _outer_step_(self, fragment: Fragment, values: Tensor, mean: Tensor) -> None:
+        momentum = self.momentum[fragment.index].mul_(self.outer_momentum).add_(mean)
+        values.add_(mean.add_(momentum, alpha=self.outer_momentum), alpha=-self.outer_lr)
+
+    def __str__(self) -> str:
+        return f"{super().__str__()[:-1]}, outer_lr={self.outer_lr}, outer_momentum={self.outer_momentum})"
 
 
-def _from_rank_0_(values: Tensor, comm: Comm) -> None:
+def _broadcast_(values: Tensor, comm: Comm) -> None:
+    """From rank 0."""
     comm.all_reduce_(values if comm.rank == 0 else values.zero_())
 
 
-def _check_alone(model: nn.Module) -> None:
-    other = _at_work[model]() if model in _at_work else None
+def _check_model(model: object, optimizer: object) -> None:
+    """A plain module that no other local training uses, and an optimizer whose steps can be counted."""
+    if isinstance(model, DistributedDataParallel):
+        raise RegisterError(
+            "local training takes the plain module, whose gradients nobody averages; pass model.module if DDP is to "
+            "average gradients within a sub-group as well"
+        )
+    if not isinstance(model, nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
+        kinds = f"{type(model).__name__} and {type(optimizer).__name__}"
+        raise RegisterError(f"local training takes a torch.nn.Module and a torch.optim.Optimizer, got {kinds}")
+    if not has_step_hooks(optimizer):
+        raise RegisterError(f"{type(optimizer).__name__} has no step hooks to count by; pass the optimizer inside it")
+    other = _active[model]() if model in _active else None
     if other is not None and not other.hook.closed:
         raise RegisterError(f"this model already trains under {other}; leave that context, or close() it, first")
+
+
+def _check_optimizer(named: Named, optimizer: torch.optim.Optimizer) -> None:
+    stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    if not any(id(param) in stepped for _, param in named):
+        raise RegisterError("the optimizer holds no parameter of the model, so the model would never change")
+
+
+def _check_schedule(sync_every: int, fragments: int, delay: int, tensors: int) -> None:
+    for name, value in (("sync_every", sync_every), ("fragments", fragments)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise SpecError(f"{name} must be a whole number of at least 1, got {value!r}")
+    if fragments > min(sync_every, tensors):
+        raise SpecError(
+            f"fragments must be at most sync_every ({sync_every}) and the parameters ({tensors}), got {fragments}"
+        )
+    if not isinstance(delay, int) or not 0 <= delay < sync_every:
+        raise SpecError(f"delay must be a whole number from 0 to sync_every - 1 ({sync_every - 1}), got {delay!r}")

@@ -1,4 +1,4 @@
-"""Stepping an ordinary optimizer a few parameters at a time, and finding out whether it can be stepped so."""
+"""Stepping an ordinary optimizer a few parameters at a time, and testing whether that gives the same result."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STEPS_IN_BACKWARD = "_steps_in_backward"
 
 
 class Parts:
-    """Steps parts of an optimizer. Settings are read, and state is kept, in the optimizer itself at every step.
+    """Steps some parameters of an optimizer, with its present settings and with its own state.
 
     Several threads may step different parameters at the same time.
     """
@@ -32,7 +32,7 @@ class Parts:
         self.refresh()
 
     def refresh(self) -> None:
-        """Look again which parameters there are."""
+        """Read the parameter groups again."""
         self._group_of = {
             param: number for number, group in enumerate(self.optimizer.param_groups) for param in group["params"]
         }
@@ -46,7 +46,7 @@ class Parts:
         return param in self._group_of
 
     def step(self, params: Iterable[Tensor]) -> None:
-        """What `optimizer.step()` would do to `params`, with their present `grad`."""
+        """Do what `optimizer.step()` would do to `params`, with their present `grad`."""
         chosen: dict[int, list[Tensor]] = {}
         for param in params:
             chosen.setdefault(self._group_of[param], []).append(param)
@@ -55,7 +55,7 @@ class Parts:
 
 
 def _with_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
-    """The same optimizer, state and all, over other parameter groups."""
+    """An optimizer with the same state and other parameter groups."""
     part: Optimizer = object.__new__(type(optimizer))
     vars(part).update(vars(optimizer))
     vars(part).pop("step", None)
@@ -65,22 +65,22 @@ def _with_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimize
 
 
 def _step(optimizer: Optimizer) -> None:
-    """The class's own step, without the hooks that torch runs around it: those are for whole steps."""
+    """The step of the class, without the hooks that torch runs around a whole step."""
     step: Any = type(optimizer).step
     (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
 
 
-# -- may it be stepped in parts? -------------------------------------------------------------------------------------
+# -- can it be stepped in parts? -------------------------------------------------------------------------------------
 
 
 def check_optimizer(optimizer: object) -> Optimizer:
-    """Refuse what is not an optimizer, or one that cannot be stepped in parts; the reason is in the error."""
+    """Return the optimizer; raise RegisterError with the reason if it cannot be stepped in parts."""
     if not isinstance(optimizer, Optimizer):
         raise RegisterError(f"the optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
     name = type(optimizer).__name__
     if any(kind.__module__.startswith("torch.distributed") for kind in type(optimizer).__mro__):
         raise RegisterError(
-            f"{name} talks to other ranks in its step, which cannot happen in the middle of backward; use a local "
+            f"{name} communicates with other ranks in its step, which is not possible during backward; use a local "
             "optimizer, or step after backward"
         )
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
@@ -89,15 +89,15 @@ def check_optimizer(optimizer: object) -> Optimizer:
     step = vars(optimizer).get("step")
     if step is not None and (hasattr(step, STEPS_IN_BACKWARD) or not is_wrapped_by_scheduler(step)):
         raise RegisterError(
-            f"step() of this {name} was replaced (by torch.compile, a wrapper, or another scheme of stepping in "
-            "backward), and stepping in parts would pass by it; use an optimizer that is as its class made it"
+            f"step() of this {name} was replaced (by torch.compile, a wrapper, or another way of stepping in "
+            "backward), and stepping in parts would not call it; use an optimizer with the step() of its class"
         )
     _try_out(optimizer)
     return optimizer
 
 
 def _try_out(optimizer: Optimizer) -> None:
-    """Step copies of some parameters together and one by one: that must make no difference."""
+    """Step copies of some parameters together and one by one, which must give the same result."""
     name = type(optimizer).__name__
     with torch.random.fork_rng(devices=[]):
         before = torch.random.get_rng_state()
@@ -107,16 +107,16 @@ def _try_out(optimizer: Optimizer) -> None:
             raise RegisterError(f"{name} cannot be stepped in parts; its trial failed with: {error}") from error
         drew = not torch.equal(before, torch.random.get_rng_state())
     if drew:
-        raise RegisterError(f"{name} draws random numbers, so its result would hang on the order of the parameters")
+        raise RegisterError(f"{name} draws random numbers, so its result would depend on the order of the parameters")
     if not all(torch.equal(a, b) for a, b in zip(together, one_by_one, strict=True)):
         raise RegisterError(
-            f"{name} cannot be stepped in parts: its step on a parameter depends on the other parameters, or on what "
-            "it counts outside of its state; step it after backward"
+            f"{name} cannot be stepped in parts: its step on a parameter depends on the other parameters, or on "
+            "counters outside of its state; step it after backward"
         )
 
 
 def _trial(optimizer: Optimizer, *, whole: bool) -> list[Tensor]:
-    """Copies of the smallest parameters after some steps on made-up gradients."""
+    """Copies of the smallest parameters after some steps with random gradients."""
     trial = _with_groups(optimizer, _trial_groups(optimizer))
     originals = [param for group in trial.param_groups for param in group["params"]]
     copies = [copy.deepcopy(param) for param in originals]
@@ -138,7 +138,7 @@ def _trial(optimizer: Optimizer, *, whole: bool) -> list[Tensor]:
 
 
 def _trial_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The two smallest parameters of each group; of the groups with the smallest ones, where there are very many."""
+    """The two smallest parameters of each group, for at most `TRIAL_GROUPS` groups."""
     groups = [
         {**copy.deepcopy({key: value for key, value in group.items() if key != "params"}), "params": smallest}
         for group in optimizer.param_groups
