@@ -10,8 +10,6 @@
 Each message says what was wrong, what is allowed and what to do.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable
 

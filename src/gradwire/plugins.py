@@ -9,8 +9,6 @@ where `UInt4` is a subclass of `gradwire.Codec` whose `name` is `"uint4"`. A plu
 but itself: the error, with the package and the entry point in it, is raised when a spec names the plug-in.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect

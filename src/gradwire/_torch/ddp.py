@@ -1,7 +1,5 @@
 """Private names of DistributedDataParallel and of the parameters that it marks."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from operator import attrgetter

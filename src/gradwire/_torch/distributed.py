@@ -1,7 +1,5 @@
 """Private names of `torch.distributed`: process groups, their stores and the backends behind them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any

@@ -1,7 +1,5 @@
 """Private names of autograd's engine and of optimizers, ZeroRedundancyOptimizer among them."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from types import MethodType

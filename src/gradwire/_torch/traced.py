@@ -4,8 +4,6 @@ A collective of `torch.distributed` itself breaks the graph, or is replaced by o
 this module is imported: the compiler traces what the functions do.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch.distributed as dist

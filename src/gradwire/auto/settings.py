@@ -1,7 +1,5 @@
 """Auto: the settings of the hook that is chosen while the model trains; `pilot.py` chooses."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from gradwire.errors import SpecError, unknown

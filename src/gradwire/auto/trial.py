@@ -7,8 +7,6 @@ of the trimmed mean decides whether the trial goes on, within limits. A long tri
 remain in it are nearly as fast as the fastest.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Every codec by name. A line here adds a hook and its contract tests; other packages add theirs as plug-ins."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any

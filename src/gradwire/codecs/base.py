@@ -28,8 +28,6 @@ To write a codec, subclass `Codec` as a frozen dataclass whose fields are the op
 Register it as an entry point of the group `gradwire.codecs`, and `gradwire.register(model, "double")` finds it.
 """
 
-from __future__ import annotations
-
 import zlib
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar, Self

@@ -5,8 +5,6 @@
 The range is float32's own, so there is no scale. Magnitudes above 3.39e38, the last 0.4% of it, round to inf.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

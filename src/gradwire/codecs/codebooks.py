@@ -5,8 +5,6 @@ comes back as `decoder(code + 1/2)`. Polynomials of four terms come within 0.1% 
 vector units evaluate them many times faster than they look up tables.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple

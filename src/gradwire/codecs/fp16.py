@@ -6,8 +6,6 @@ The scale puts the largest value just under 2**15. A value of 1e5 fits, and so d
 39 binary orders of magnitude below the largest value. The scale is exact in both directions.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -5,8 +5,6 @@
 Small values keep their relative precision, which integers of the same width do not give them. 8.125 bits per value.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -5,8 +5,6 @@
 A block with inf or NaN in it has the scale NaN, and comes back as NaN. 8.125 bits per value.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Self

@@ -7,8 +7,6 @@ as NaN. A scale byte is the distance from there in 16ths of a binade, so 4.13 bi
 4 bits. Codes lie in bit planes (`gradwire.kernels.grid`), levels are polynomials (`gradwire.codecs.codebooks`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from functools import lru_cache

@@ -5,8 +5,6 @@
 Inf or NaN go into the scale of their block. 1.125 bits per value.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -5,8 +5,6 @@
 Choosing within blocks costs a few passes over memory where a sort costs dozens, and makes the size of the wire known.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

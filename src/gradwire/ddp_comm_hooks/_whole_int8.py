@@ -6,8 +6,6 @@ R is 1 if all values share a scale. A row that holds inf or NaN has the scale Na
 not registered: only the drop-in quantization hooks use it, and `int8` is better at everything else.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

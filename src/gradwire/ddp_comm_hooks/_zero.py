@@ -9,8 +9,6 @@ torch's own version of step 2 confuses ranks of the world with ranks of the grou
 the memory of parameters under DDP. So this module does all of it, and torch only makes and steps the local optimizer.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import threading
 import weakref

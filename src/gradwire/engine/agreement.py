@@ -1,7 +1,5 @@
 """Agreement: all ranks must request the same hook with the same options, or registration fails on all of them."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 

@@ -4,8 +4,6 @@ A state is a plain mapping of numbers, text and tensors. Residuals are kept by p
 ranks matters, so a state loads on another number of ranks by the rule: each new rank starts from sum / new size.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Hook: an exchange at work on one model. It cuts buckets into jobs, and keeps the state of each parameter."""
 
-from __future__ import annotations
-
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -4,8 +4,6 @@ Residuals are float32, in units of undivided gradients, and belong to parameters
 bucket while DDP's buckets stay as they are, and lays the values out again by parameter name when DDP re-cuts them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

@@ -5,8 +5,6 @@ decoding; while one job waits for the wire, others encode and decode: that is th
 not block the host, see `stream.py`.
 """
 
-from __future__ import annotations
-
 import queue
 import threading
 import time

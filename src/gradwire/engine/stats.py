@@ -1,7 +1,5 @@
 """Stats: what a hook has done so far, as averages per step."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 
 

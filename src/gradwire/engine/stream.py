@@ -1,7 +1,5 @@
 """StreamRunner: on accelerators everything is enqueued on a side stream, by the thread that runs backward."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext

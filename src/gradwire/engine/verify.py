@@ -1,7 +1,5 @@
 """Verification: does the hook do what it should on this model, on these ranks, now?"""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

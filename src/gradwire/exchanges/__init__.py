@@ -1,7 +1,5 @@
 """Every exchange by name, and `exchange()`, which makes one from its spec."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping

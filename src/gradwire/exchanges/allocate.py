@@ -9,8 +9,6 @@
 All arithmetic is on integers or in a fixed order, so that ranks on different processors agree to the bit.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple

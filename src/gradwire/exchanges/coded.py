@@ -1,7 +1,5 @@
 """Coded: averaging through a codec, one-shot or two-shot as suits the number of ranks, or by the backend's sum."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The exchanges that encode nothing: `exact`, the backend's own sum, and `noop`, which sends nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar

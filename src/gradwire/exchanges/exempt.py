@@ -1,7 +1,5 @@
 """The option `exempt` of several exchanges: which tensors travel in float32."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

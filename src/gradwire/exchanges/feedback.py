@@ -1,7 +1,5 @@
 """Error feedback inside an exchange: what one step's encoding loses is added back at the next step."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -6,8 +6,6 @@ One-shot has a single part, two-shot one part per rank. A block of a codec never
 that are exempt from coding travel in the same message in float32.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple

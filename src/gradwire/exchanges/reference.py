@@ -6,8 +6,6 @@ elsewhere `Reference.tolerance` states how far a value may be off. `gradwire.tes
 it, because a worst-case bound alone is no check: for codecs of 3 bits and fewer, a result of zeros is within the bound.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

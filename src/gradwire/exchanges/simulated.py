@@ -4,8 +4,6 @@ It is the reference of exchanges that declare none. There are no chunks, no lane
 engine does wrong; what `mean_` itself does wrong, only `Exchange.reference` and `Exchange.bound` show.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import threading

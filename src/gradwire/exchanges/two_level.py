@@ -6,8 +6,6 @@
 Each rank of a node sends its own part across, so that a node sends every value once, however many ranks it has.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import math

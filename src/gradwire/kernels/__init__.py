@@ -5,8 +5,6 @@ A family of kernels is a pair of modules with the same functions, such as `kerne
 at its first use and caches it on disk. `register` uses every kernel of a hook once, so that no step waits for this.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 from types import ModuleType

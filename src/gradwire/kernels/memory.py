@@ -6,8 +6,6 @@ worker thread opens a `Scratch` once, and `empty` and `temp` take from it withou
 thread, on accelerators and under torch.compile they are plain `torch.empty`.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Iterator, Sequence

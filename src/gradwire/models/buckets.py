@@ -5,8 +5,6 @@ waits for the last bucket, which nothing hides. DDP has no call to change the si
 DDP's constructor does, before it has a hook.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Checks before registration: what cannot carry a hook is refused, with the reason, before anything is made."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch.distributed as dist

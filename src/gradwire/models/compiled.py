@@ -5,8 +5,6 @@ That reducer has no buckets: while the backward pass is traced it calls the hook
 made before, no annotations are read, and no caches or threads are used.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ differences: parameters keep their types, strides and storages; all parameters t
 whichever ranks have a gradient for them; any exchange can be used; and `state_dict()` holds counters and residuals.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Fragments: some parameters of a model as one flat tensor, for averaging parameters instead of gradients."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Sequence
 

@@ -1,7 +1,5 @@
 """Stepping an ordinary optimizer a few parameters at a time, and testing whether that gives the same result."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections import defaultdict

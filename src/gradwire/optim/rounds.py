@@ -4,8 +4,6 @@ Everything is kept by parameter name. Global values and the state of the outer s
 number of ranks can load them; residuals follow the rule of `Hook.load_state_dict`.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

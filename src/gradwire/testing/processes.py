@@ -9,8 +9,6 @@
 4. A rank ends when its pipe is closed, whatever it is doing: none outlives the process that made it.
 """
 
-from __future__ import annotations
-
 import gc
 import itertools
 import os

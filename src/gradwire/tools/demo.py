@@ -4,8 +4,6 @@
 2. That hook and a few others train the same model from the same seed, which gives loss curves for the page.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

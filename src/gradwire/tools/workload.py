@@ -3,8 +3,6 @@
 That text is real data that every machine has.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import os

@@ -1,7 +1,5 @@
 """The directions Q of PowerSGD. They belong to parameters, and each step starts from those of the step before."""
 
-from __future__ import annotations
-
 import zlib
 from typing import NamedTuple
 

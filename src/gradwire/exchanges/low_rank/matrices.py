@@ -1,7 +1,5 @@
 """Which gradients of a bucket are matrices worth approximating, where they lie, and which tensors travel exactly."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import NamedTuple

@@ -11,8 +11,6 @@ A part of the residuals cancels between the ranks and would grow without limit w
 are averaged, a few rows per step, in the message of P: all of them once in `resync` steps.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Mapping, Sequence

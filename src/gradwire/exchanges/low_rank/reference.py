@@ -1,7 +1,5 @@
 """The reference of PowerSGD: the algorithm of the paper, matrix after matrix, in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@ Positions are unsigned: Numba guards a signed index against being negative, and 
 Blocks are positions in a larger array, because making a slice costs as much as encoding a block.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

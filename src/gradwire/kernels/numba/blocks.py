@@ -1,7 +1,5 @@
 """int2 to int6 on the CPU, block by block: the scale, the codes, and the scale that fits the codes best."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

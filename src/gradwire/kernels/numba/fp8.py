@@ -1,7 +1,5 @@
 """8-bit floats on the CPU, by arithmetic on bit patterns."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -3,8 +3,6 @@
 The compiler does not find a way to transpose 8 x 8 values in registers by itself; told how, it is ten times as fast.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """fp16 and bf16 on the CPU: one pass each."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

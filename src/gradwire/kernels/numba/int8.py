@@ -1,7 +1,5 @@
 """8-bit integers on the CPU: a block is read from memory once."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -3,8 +3,6 @@
 The kernels of a grid are made with all its numbers as constants: that lets LLVM unroll and vectorise every loop.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

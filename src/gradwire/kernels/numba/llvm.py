@@ -4,8 +4,6 @@ Loops over bit patterns convert with the processor's own instructions, and take 
 maximum does not vectorise.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

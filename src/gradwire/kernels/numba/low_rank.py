@@ -4,8 +4,6 @@ A row of a matrix is read from memory once, and stays in the first cache while e
 over it. That beats a general matrix product up to a rank of about MANY; beyond it, the torch kernels are used.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

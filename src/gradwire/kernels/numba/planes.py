@@ -1,7 +1,5 @@
 """Codes of up to 6 bits <-> bit planes, on the CPU: contiguous streams, which vectorise."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from gradwire.kernels.numba.bits import U8, U64

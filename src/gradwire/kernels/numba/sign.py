@@ -1,7 +1,5 @@
 """One bit per value on the CPU, in one pass."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The largest values of each block on the CPU: a bisection for the threshold, in the first-level cache."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

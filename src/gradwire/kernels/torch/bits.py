@@ -1,7 +1,5 @@
 """Floats as bit patterns, sums in a fixed order, and random numbers without state: the same bits on every device."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """8-bit floats (e4m3) under the largest magnitude of their block."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -5,8 +5,6 @@
 That is the usual transform with its coefficients in another order, chosen so that no butterfly is closer than 8.
 """
 
-from __future__ import annotations
-
 import math
 
 from torch import Tensor, stack

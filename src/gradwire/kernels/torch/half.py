@@ -1,7 +1,5 @@
 """fp16 and bf16: casts under a factor."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """8-bit integers under the largest magnitude of their block."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

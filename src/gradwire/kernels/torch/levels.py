@@ -1,7 +1,5 @@
 """Few bits per value, on a grid of levels: `gradwire.kernels.grid` says what is where."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

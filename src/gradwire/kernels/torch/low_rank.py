@@ -4,8 +4,6 @@ A stack lies inside a flat tensor: `depth` matrices of `rows` x `cols`, `stride`
 rank R in front, so that what belongs to one direction is contiguous: `p_BRM` next to rows, `q_BRN` next to columns.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """One bit per value: its sign, times the mean magnitude of its block."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

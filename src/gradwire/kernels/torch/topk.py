@@ -1,7 +1,5 @@
 """The largest values of each block, with their positions."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """The laws of codecs."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

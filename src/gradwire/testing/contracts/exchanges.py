@@ -1,7 +1,5 @@
 """The laws of exchanges, on ranks that are threads."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence

@@ -4,8 +4,6 @@ Importing this package is fast, and a verb is imported within `main`: torch take
 must end without a traceback. `--help` and `--version` do not load torch.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import errno

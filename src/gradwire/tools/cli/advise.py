@@ -1,7 +1,5 @@
 """`gradwire advise`."""
 
-from __future__ import annotations
-
 import argparse
 import functools
 import sys

@@ -1,7 +1,5 @@
 """What verbs share: how they are declared, and the arguments of those that run a user's script."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import math

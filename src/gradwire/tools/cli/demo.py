@@ -1,7 +1,5 @@
 """`gradwire demo`."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 import textwrap

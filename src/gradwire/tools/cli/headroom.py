@@ -1,7 +1,5 @@
 """`gradwire headroom`."""
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import sys

@@ -1,7 +1,5 @@
 """`gradwire report`."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`gradwire run`."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from typing import Any

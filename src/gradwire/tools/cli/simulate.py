@@ -1,7 +1,5 @@
 """`gradwire simulate`."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import itertools

@@ -1,7 +1,5 @@
 """What gradwire does inside the processes of a run: it follows the plan at every DDP model, and notes failures."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

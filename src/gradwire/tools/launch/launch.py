@@ -1,7 +1,5 @@
 """From a function or a script to processes: `run_ranks` calls a function on local ranks, `follow` runs a script."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

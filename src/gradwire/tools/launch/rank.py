@@ -5,8 +5,6 @@
 [-m] script args       runs a user's script under the plan in the environment
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import json

@@ -3,8 +3,6 @@
 The hook is registered when the script builds its DistributedDataParallel, in whatever process that happens.
 """
 
-from __future__ import annotations
-
 import multiprocessing.util
 import weakref
 from collections.abc import Callable, Sequence

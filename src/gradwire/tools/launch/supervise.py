@@ -4,8 +4,6 @@ It ends them at an error, at Ctrl-C, at SIGTERM, and when the caller has enough.
 end by themselves (`rank.end_with_parent`).
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

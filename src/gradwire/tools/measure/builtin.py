@@ -1,7 +1,5 @@
 """The built-in GPT as a DDP script: `python -m` this module, with STEPS [BUCKET_MB], under any launcher."""
 
-from __future__ import annotations
-
 import sys
 
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """Compute: what a training step takes without communication, and when each bucket is ready; and how to measure it."""
 
-from __future__ import annotations
-
 import math
 import statistics
 import time

@@ -13,8 +13,6 @@ Chunks use these resources as in the engine (`runner.py`, `lanes.py`): they star
 k-th collective of a chunk is issued after the k-th collective of the chunk before. All ranks are assumed to be alike.
 """
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import math

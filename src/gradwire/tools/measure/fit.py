@@ -1,7 +1,5 @@
 """fit(): latency and bandwidth from times over sizes, as the line alpha + bytes / beta that fits best."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

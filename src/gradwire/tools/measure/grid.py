@@ -1,7 +1,5 @@
 """BenchGrid: hooks x links x ranks x repeats, measured cell by cell into a file that another call can continue."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace

@@ -3,8 +3,6 @@
 `alternate.py` describes how steps with and without communication are timed in one training, without changing it.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import statistics

@@ -5,8 +5,6 @@ and its codecs are the ones that train, so the bytes are exact for every exchang
 everything: feedback, exempt tensors, low-rank products, calls from Python.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence

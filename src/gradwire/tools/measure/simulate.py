@@ -5,8 +5,6 @@ is backward, in which the buckets get ready at equal distances. Chunks are rehea
 exactly that number of ranks, so the times include everything that a hook does there.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence

@@ -5,8 +5,6 @@ step time that the cost model predicts from the model's buckets, the link and th
 the measured step time of the most promising ones.
 """
 
-from __future__ import annotations
-
 import itertools
 import statistics
 from collections.abc import Callable, Mapping, Sequence

@@ -4,8 +4,6 @@ Only the last line can be incomplete: its process died while it wrote the line, 
 without a newline. A file with any other line that is not a record is not ours: it is refused and left unchanged.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

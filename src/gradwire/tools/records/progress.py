@@ -1,7 +1,5 @@
 """Shows how far a run is: a bar by rich on a terminal, plain lines elsewhere and where rich is not installed."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import time

@@ -10,8 +10,6 @@ The rule, in order:
    error is recommended.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Tables of text. `text_table` is for a terminal and `markdown_table` for a pull request; both take the same rows."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 
 from gradwire.tools.records.records import PLAIN

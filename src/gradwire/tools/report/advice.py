@@ -1,7 +1,5 @@
 """The recommendation of a report: by `recommend` from measured rows, or the one that `gradwire advise` has made."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from dataclasses import dataclass, replace

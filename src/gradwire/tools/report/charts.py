@@ -1,7 +1,5 @@
 """The charts of a report. Each function returns None if there is nothing to draw."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 

@@ -1,7 +1,5 @@
 """Runs -> groups of comparable rows (`summarise`), and the link rates between which a hook begins to pay."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics

@@ -3,8 +3,6 @@
 Charts are 400 units wide, about the width of a phone; on wide screens they stand side by side.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence

@@ -1,7 +1,5 @@
 """The numbers of a report as text: the columns that page, markdown and terminal share, notes, and markdown."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

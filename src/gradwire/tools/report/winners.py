@@ -1,7 +1,5 @@
 """The page of `gradwire simulate`: which hook wins on each link and number of ranks."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence

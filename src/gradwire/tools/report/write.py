@@ -1,7 +1,5 @@
 """`gradwire report`: read a file of records, write a page or markdown, and print the recommendation."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any, TextIO

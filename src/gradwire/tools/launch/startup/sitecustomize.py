@@ -4,8 +4,6 @@ It must cost nothing in processes without torch, so it imports neither torch nor
 model is built. Another `sitecustomize` on the path is run as well.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import signal
