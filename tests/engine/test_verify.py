@@ -54,7 +54,9 @@ def survivors(rank, made):
     hook.use(made, agreed=True)
     one_step(hook, rank)
     result = hook.verify()
-    wrong = [] if result.error == pytest.approx(result.reference, rel=1e-3, abs=1e-7) else [str(result)]
+    exact = "accumulate=wire" not in str(made)  # which rounds once in the reference, and as often as the backend adds
+    near = pytest.approx(result.reference, rel=1e-3 if exact else 0.5, abs=1e-7)
+    wrong = [] if result.error == near and result.error <= result.bound else [str(result)]
     for name, mutant in mutants(made).items():
         hook.use(mutant, agreed=True)
         wrong += [] if message_of(hook) else [name]

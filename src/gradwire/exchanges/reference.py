@@ -75,7 +75,7 @@ def join(parts: Sequence[Reference]) -> Reference:
     ranks = zip(*(residual for residual in residuals if residual is not None), strict=True)
     return Reference(
         torch.cat([part.mean for part in parts]),
-        torch.cat([part.tolerance.expand(part.mean.shape) for part in parts]),
+        torch.cat([part.tolerance.to(part.mean.device).expand(part.mean.shape) for part in parts]),
         None if residuals[0] is None else tuple(torch.cat(pieces) for pieces in ranks),
     )
 

@@ -6,7 +6,6 @@
 Each rank of a node sends its own part across, so that a node sends every value once, however many ranks it has.
 """
 
-import copy
 import dataclasses
 import math
 import os
@@ -21,6 +20,7 @@ from gradwire.exchanges.base import Comm, Exchange, Levels
 from gradwire.exchanges.bucket import Bucket, cut
 from gradwire.exchanges.feedback import fed_back
 from gradwire.exchanges.reference import Reference, fed, join, kept
+from gradwire.exchanges.simulated import simulate
 from gradwire.kernels.memory import empty
 from gradwire.spec import NestedSpec, write
 
@@ -102,7 +102,7 @@ class TwoLevel(Exchange):
             begin, end = (min(share * border, numel) for border in (place, place + 1))
             means = [dataclasses.replace(works[0], flat=mean.mean[begin:end]) for mean in inside]
             means = [dataclasses.replace(mean, segments=cut(first.segments, begin, end)) for mean in means]
-            off = torch.stack([mean.tolerance.expand(mean.mean.shape)[begin:end] for mean in inside]).amax(0)
+            off = join(inside).tolerance.view(len(inside), -1)[:, begin:end].amax(0)
             parts.append(self._across_reference(means, off, size))
             for number, lost in enumerate(parts[-1].residuals or ()):
                 left[number * node + place][begin:end] = lost * node
@@ -113,13 +113,11 @@ class TwoLevel(Exchange):
     def _across_reference(self, means: Sequence[Bucket], off: Tensor, size: int) -> Reference:
         """Of one part. Where the level inside is only known within `off`, a value may be rounded to the next code."""
         zeros = [torch.zeros_like(mean.flat, dtype=torch.float32) for mean in means] if self.takes_residual else None
-        near = []
-        for shift in (off, -off) if off.any() and len(means) > 1 else ():
-            moved = [dataclasses.replace(m, flat=m.flat + shift, memory=copy.deepcopy(m.memory)) for m in means]
-            near.append(_reference(self.across, moved, zeros))
         result = _reference(self.across, means, zeros)
-        spread = [2.0 * size * (other.mean - result.mean).abs() for other in near]
-        return dataclasses.replace(result, tolerance=result.tolerance + torch.stack([off * size, *spread]).amax(0))
+        if off.any() and len(means) > 1:
+            largest = max(float(mean.flat.nan_to_num(0.0, 0.0, 0.0).abs().max()) for mean in means)
+            off = off + size * largest * min(self.across.bound(len(means)) or 0.0, 1.0)
+        return dataclasses.replace(result, tolerance=result.tolerance + off)
 
     def _share(self, numel: int, node: int, nodes: int) -> int:
         """The number of values of a part: whole blocks, the same for every rank of a node."""
@@ -142,11 +140,9 @@ class TwoLevel(Exchange):
 
 
 def _reference(part: Exchange, buckets: Sequence[Bucket], residuals: Sequence[Tensor] | None) -> Reference:
-    """Of one level; a level of one rank has nothing to do."""
-    if len(buckets) > 1 and (result := part.reference(buckets, residuals)) is not None:
-        return result
+    """The reference of one level; a level of one rank has nothing to do."""
     if len(buckets) > 1:
-        raise NotImplementedError(f"two_level: {part} has no reference()")
+        return part.reference(buckets, residuals) or simulate(part, buckets, residuals)
     return Reference(buckets[0].flat, torch.zeros(()), None if residuals is None else tuple(residuals))
 
 

@@ -86,7 +86,8 @@ def _keep(bucket: Bucket, matrices: Sequence[Matrix], q: Sequence[Tensor], direc
 
 def _matrices(bucket: Bucket, layout: MatrixLayout, synced: Sequence[slice], directions: Directions) -> list[Matrix]:
     """Every matrix by itself, with directions from the memory, or random ones in place of those that are zero."""
-    like = torch.empty(0, dtype=torch.float64 if bucket.flat.dtype == torch.float64 else torch.float32)
+    dtype = torch.float64 if bucket.flat.dtype == torch.float64 else torch.float32
+    like = torch.empty(0, dtype=dtype, device=bucket.flat.device)
     matrices = []
     for group, rows in zip(layout.matrices, synced, strict=True):
         start, stride, _, height, width = group.stack
