@@ -245,7 +245,9 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("ending", ["returns", "is killed", "is killed during a call"])
+@pytest.mark.parametrize(
+    "ending", ["returns", pytest.param("is killed", marks=pytest.mark.thorough), "is killed during a call"]
+)
 def test_no_rank_outlives_its_program(ending, tmp_path):
     program = Path(tmp_path, "program.py")
     program.write_text(ENDING)
