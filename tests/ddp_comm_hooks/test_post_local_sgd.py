@@ -17,6 +17,7 @@ from gradwire import optim
 from gradwire.ddp_comm_hooks import post_localSGD_hook as ours
 from gradwire.errors import RegisterError, SpecError, StateError
 
+from ..kit.local import train, values
 from ..kit.ranks import on_ranks
 
 
@@ -26,22 +27,12 @@ def TorchsOptimizer(*args):
     return PostLocalSGDOptimizer(*args)
 
 
+SHAPE = (8, 6, 3)
+
+
 def make_model():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 3))
-
-
-def train(model, optimizer, rank, steps):
-    for step in steps:
-        generator = torch.Generator().manual_seed(1000 * step + rank)
-        x, y = torch.randn(8, 6, generator=generator), torch.randn(8, 3, generator=generator)
-        optimizer.zero_grad()
-        (model(x) - y).square().mean().backward()
-        optimizer.step()
-
-
-def flat(model):
-    return torch.cat([param.detach().flatten() for param in model.parameters()])
 
 
 def halves(rank, size):
@@ -56,8 +47,8 @@ def trained(rank, side, subgroup, local, optimizer_of, averager, steps=20):
     state = side.PostLocalSGDState(None, subgroup, 6, local)
     model.register_comm_hook(state, side.post_localSGD_hook)
     optimizer = optimizer_of(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), averager)
-    train(model, optimizer, rank, range(steps))
-    return flat(model), state
+    train(model, optimizer, rank, range(steps), SHAPE)
+    return values(model), state
 
 
 @on_ranks(2, thorough=(4,))
@@ -189,14 +180,14 @@ def test_resuming_is_exact(ranks):
         return model, state, optim.PostLocalSGDOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01), averager)
 
     model, state, optimizer = make()
-    train(model, optimizer, ranks.rank, range(9))
+    train(model, optimizer, ranks.rank, range(9), SHAPE)
     saved = copy.deepcopy([part.state_dict() for part in (model, state, optimizer)])
-    train(model, optimizer, ranks.rank, range(9, 20))
+    train(model, optimizer, ranks.rank, range(9, 20), SHAPE)
     resumed = make()
     for part, kept in zip(resumed, saved, strict=True):
         part.load_state_dict(kept)
-    train(resumed[0], resumed[2], ranks.rank, range(9, 20))
-    assert torch.equal(flat(resumed[0]), flat(model))
+    train(resumed[0], resumed[2], ranks.rank, range(9, 20), SHAPE)
+    assert torch.equal(values(resumed[0]), values(model))
     assert resumed[1].iter == 20
     assert resumed[2].averager.step == 20
 

@@ -16,6 +16,7 @@ from gradwire.ddp_comm_hooks.powerSGD_hook import PowerSGDState, batched_powerSG
 from gradwire.errors import SpecError
 
 from ..kit.ranks import on_ranks
+from ..kit.trial import same_everywhere, through_a_file
 
 
 def layers(count=3, width=16):
@@ -47,12 +48,10 @@ def train(model, steps, first=0, lr=0.05):
     return losses
 
 
-def same_everywhere(model, group=None):
-    flat = torch.cat([param.detach().reshape(-1) for param in model.parameters()])
-    everyone = [torch.empty_like(flat) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyone, flat, group=group)
-    assert flat.isfinite().all()
-    assert all(torch.equal(other, flat) for other in everyone)
+def check_replicas(model, group=None):
+    """All ranks hold the same finite parameters."""
+    assert all(param.isfinite().all() for param in model.parameters())
+    same_everywhere(model.parameters(), group or dist.group.WORLD)
 
 
 @on_ranks(2, thorough=(4,))
@@ -62,7 +61,7 @@ def test_both_forms_train(ranks):
     for hook in (powerSGD_hook, batched_powerSGD_hook):
         model, state = hooked(layers(), hook)
         losses = train(model, 60)
-        same_everywhere(model)
+        check_replicas(model)
         assert state.iter == 60
         assert losses[0] == plain[0]
         assert sum(losses[-5:]) <= sum(plain[:5]) * 0.9
@@ -74,7 +73,7 @@ def test_many_tiny_buckets(ranks):
     for hook in (powerSGD_hook, batched_powerSGD_hook):
         model, _ = hooked(layers(24), hook, bucket_cap_mb=0.0005)
         train(model, 6)
-        same_everywhere(model)
+        check_replicas(model)
 
 
 class Partly(nn.Module):
@@ -99,7 +98,7 @@ def test_unused_parameters(ranks):
     before = model.module.second.weight.detach().clone()
     train(model, 5)
     assert not torch.equal(before, model.module.second.weight)
-    same_everywhere(model)
+    check_replicas(model)
 
 
 class Odd(nn.Module):
@@ -162,8 +161,8 @@ def test_one_state_for_two_models(ranks):
         train(first, 1, step)
         train(other, 1, step)
     assert len(state.error_dict) == 2 * 3 + 2 * 2
-    same_everywhere(first)
-    same_everywhere(other)
+    check_replicas(first)
+    check_replicas(other)
     assert state.iter == lone_state.iter == 6
     for mine, theirs in zip(first.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs)
@@ -189,13 +188,6 @@ def test_compression_stats(ranks):
     assert rate == before / after
     assert state.q_memory_dict["0"].shape == (1, 16) or state.q_memory_dict["1"].shape == (1, 16)
     assert state.p_memory_dict == {}
-
-
-def through_a_file(value):
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file)  # by its defaults: weights_only
 
 
 @on_ranks(2, thorough=(4,))
@@ -283,7 +275,7 @@ def test_registration_by_type(ranks):
         assert hook.exchange.batched == ("BATCHED" in kind.name)
         hook.switch(str(hook.exchange).replace("warmup=1000", "warmup=1"))
         train(model, 3)
-        same_everywhere(model)
+        check_replicas(model)
         hook.close()
     assert powerSGD.powerSGD_hook is powerSGD_hook
 
@@ -295,7 +287,7 @@ def test_sub_group(ranks):
     group = pairs[ranks.rank // 2]
     model, _ = hooked(layers(), group=group)
     train(model, 4)
-    same_everywhere(model, group)
+    check_replicas(model, group)
 
 
 @on_ranks(2, thorough=(4,))
@@ -323,7 +315,7 @@ def test_small_model_warns(ranks):
     with pytest.warns(UserWarning, match=r"at rank=12 no matrix of this model would shrink .* 16 x 16"):
         hook = gradwire.register(model, "powersgd:rank=12")
     train(model, 2)
-    same_everywhere(model)
+    check_replicas(model)
     model, third = DDP(layers(1, 16)), DDP(layers(1, 16))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

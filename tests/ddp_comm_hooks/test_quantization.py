@@ -15,6 +15,7 @@ from gradwire.ddp_comm_hooks.quantization_hooks import quantization_perchannel_h
 from gradwire.errors import SpecError
 
 from ..kit.ranks import on_ranks
+from ..kit.trial import same_everywhere
 
 BOTH = (quantization_pertensor_hook, quantization_perchannel_hook)
 
@@ -62,15 +63,9 @@ def test_many_buckets(ranks):
             model.zero_grad()
             x = torch.randn(4, 16, generator=torch.Generator().manual_seed(100 * ranks.rank + step))
             model(x).square().sum().backward()
-            same_everywhere([param.grad for param in model.parameters()])
-
-
-def same_everywhere(tensors):
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    first = flat.clone()
-    dist.broadcast(first, 0)
-    assert torch.equal(flat, first)
-    assert flat.isfinite().all()
+            grads = [param.grad for param in model.parameters()]
+            same_everywhere(grads, dist.group.WORLD)
+            assert all(grad.isfinite().all() for grad in grads)
 
 
 @on_ranks(2, thorough=(3,))

@@ -17,6 +17,7 @@ from gradwire.errors import RegisterError, SpecError
 from gradwire.testing import RankFailed, spawn_ranks, thread_ranks
 
 from ..kit.ranks import on_ranks
+from ..kit.trial import same_everywhere
 from .zero_kit import (
     ADAM,
     BOTH,
@@ -92,14 +93,7 @@ def test_noop_hook_spreads_the_owners_values(ranks):
     """Without an average, all ranks still get the owner's values."""
     for variant in BOTH:
         params = Case(hook=debugging_hooks.noop_hook).overlapped(variant, True)
-        same_everywhere(params)
-
-
-def same_everywhere(params):
-    flat = torch.cat([param.reshape(-1) for param in params])
-    first = flat.clone()
-    dist.broadcast(first, 0)
-    assert torch.equal(flat, first)
+        same_everywhere(params, dist.group.WORLD)
 
 
 @on_ranks(2, thorough=(4,))

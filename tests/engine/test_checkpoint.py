@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,15 +15,7 @@ from gradwire import Hook, StateError
 from ..kit import models
 from ..kit.models import batch, seeded
 from ..kit.ranks import FEEDBACK, SPECS, Ranks, on_ranks
-from ..kit.trial import Trial, assert_near, raised, residuals
-
-
-def through_a_file(value: Any) -> Any:
-    """What torch.load makes of it, which takes only tensors, numbers and text."""
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
+from ..kit.trial import Trial, assert_near, raised, residuals, through_a_file
 
 
 def trained(ranks: Ranks, count: int = 3, module: torch.nn.Module | None = None, **options: Any) -> Trial:

@@ -62,11 +62,12 @@ class Net(nn.Module):
         return torch.tanh(x @ self.first.t() + self.bias) @ self.second.t()
 
 
-def train(model, optimizer, rank, steps):
+def train(model, optimizer, rank, steps, shape=(16, 8, 5)):
     """Steps on data of this rank's own. `steps` are numbers: the data of a step depend on its number."""
     for step in steps:
         generator = torch.Generator().manual_seed(1000 * step + rank)
-        x, y = torch.randn(16, 8, generator=generator), torch.randn(16, 5, generator=generator)
+        rows, inputs, outputs = shape
+        x, y = torch.randn(rows, inputs, generator=generator), torch.randn(rows, outputs, generator=generator)
         optimizer.zero_grad()
         (model(x) - y).square().mean().backward()
         optimizer.step()
