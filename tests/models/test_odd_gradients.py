@@ -8,6 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gradwire import RegisterError
+from gradwire.models.ddp import from_ddp
+
 from ..kit import models
 from ..kit.models import batch, seeded
 from ..kit.ranks import AVERAGING, MAIN, SPECS, Ranks, on_ranks
@@ -87,6 +90,20 @@ def test_complex128_parameters(ranks: Ranks) -> None:
 @on_ranks(2, thorough=(3,), specs=MAIN)
 def test_complex_parameters_in_small_chunks(ranks: Ranks) -> None:
     trained(ranks, seeded(models.Complex), register={"chunk_bytes": 1024})
+
+
+def test_buckets_of_complex_numbers_are_refused() -> None:
+    """DDP of torch 2.9.1 passes these; later versions pass two real values for each."""
+
+    class ComplexBucket:
+        def buffer(self) -> torch.Tensor:
+            return torch.zeros(4, dtype=torch.complex64)
+
+        def parameters(self) -> list[torch.Tensor]:
+            return [self.buffer()]
+
+    with pytest.raises(RegisterError, match=r"passes complex gradients; use torch 2\.13, or real parameters"):
+        from_ddp(ComplexBucket(), lambda param: "")
 
 
 @on_ranks(2, thorough=(3,), specs=MAIN)

@@ -158,9 +158,12 @@ def gradwire_hook(state: "_Carried", bucket: GradBucket) -> torch.futures.Future
 
 def from_ddp(bucket: Any, name_of: Callable[[Tensor], str]) -> Bucket:
     """A bucket over the memory of DDP's `GradBucket`. A sparse gradient comes as it is."""
-    params = bucket.parameters()
+    params, flat = bucket.parameters(), bucket.buffer()
+    if flat.is_complex():  # seen in torch 2.9.1; torch 2.13.0 passes two real values for each
+        reason = f"DDP of torch {torch.__version__} passes complex gradients"
+        raise RegisterError(f"{reason}; use torch 2.13, or real parameters")
     segments = segments_of(params, [name_of(param) for param in params])
-    return Bucket(bucket.index(), bucket.buffer(), segments, bucket.is_last())
+    return Bucket(bucket.index(), flat, segments, bucket.is_last())
 
 
 class _Carried(Uncopied):
