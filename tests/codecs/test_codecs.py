@@ -308,7 +308,7 @@ def test_bad_options(spec, text):
 @once
 @pytest.mark.parametrize("name", ["int7", "int1", "int9", "int", "exact", "INT4"])
 def test_unknown_codecs_list_what_exists(name):
-    with pytest.raises(SpecError, match=f"unknown codec '{name}'.*Available: {', '.join(sorted(CODECS))}$"):
+    with pytest.raises(SpecError, match=f"unknown codec '{name}'.*Available: {', '.join(sorted(CODECS))}\n"):
         gradwire.codec(name)
 
 
