@@ -113,10 +113,10 @@ def test_levels_count_ranks_of_their_group(ranks):
         ({}, "at least one"),
         (None, "at least one"),
         ({0: ranks.size}, "at least 1, got 0"),
-        ({2: ranks.size, 4: 1}, "upwards"),
-        ({4: 1, 2: ranks.size}, "upwards"),
+        ({2: ranks.size, 4: 1}, "sorted by period, with groups that grow"),
+        ({4: 1, 2: ranks.size}, "sorted by period, with groups that grow"),
         ({2: 1}, f"that of the process group \\({ranks.size}\\), got 1"),
-        ({2: 3, 4: ranks.size}, "divide|upwards"),
+        ({2: 3, 4: ranks.size}, "divide|groups that grow"),
     ]:
         with pytest.raises(SpecError, match=message):
             optim.HierarchicalModelAverager(wrong)

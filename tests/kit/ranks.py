@@ -126,10 +126,13 @@ def on_ranks(
     def make(body: Body) -> Any:
         def test(size: int, spec: str, tmp_path: Path) -> None:
             __tracebackhide__ = True
+            failure = ""
             try:
                 pool(size).run(run_body, body.__module__, body.__name__, spec, tmp_path, timeout_s=timeout_s)
             except RankFailed as error:
-                pytest.fail(str(error), pytrace=False)
+                failure = str(error)
+            if failure:  # outside of the handler, which would show every traceback twice
+                pytest.fail(failure, pytrace=False)
 
         test.__signature__ = inspect.signature(test)  # type: ignore[attr-defined]  # of pytest's arguments, not of body's
         for name in ("__module__", "__name__", "__qualname__", "__doc__"):
