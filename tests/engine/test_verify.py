@@ -162,6 +162,18 @@ def test_large_buckets_are_sampled_by_whole_tensors(monkeypatch):
     assert 0 < thread_ranks(2, run)[0] < 1
 
 
+def test_empty_buckets_are_passed_over():
+    def run(rank):
+        hook = rank.hook("int8")
+        for index, numel in enumerate((0, 500)):
+            bucket = make_bucket([gaussian(numel)], index=index)
+            hook.begin(bucket)
+            hook.mean(bucket).wait()
+        return hook.verify().error
+
+    assert 0 < thread_ranks(2, run)[0] < 0.02
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.complex64])
 @pytest.mark.parametrize("spec", ["exact", "int8", "bf16:accumulate=wire", "topk", "powersgd:rank=1", "fp16:shots=two"])
 def test_every_gradient_type_is_accepted(spec, dtype):
