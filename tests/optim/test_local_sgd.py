@@ -95,12 +95,12 @@ def test_fragments_are_of_similar_size_and_synchronised_in_turn():
                 optimizer.step()
                 stats = rounds.hook.stats()
                 sent.append(round(stats.sent_bytes * max(stats.steps, 1)) if not rounds.transfers else -1)
-            departed = list(rounds.sent_at)
-        return [fragment.numel for fragment in rounds.fragments], departed, sent
+            sent_at = list(rounds.sent_at)
+        return [fragment.numel for fragment in rounds.fragments], sent_at, sent
 
-    for numels, departed, sent in on_ranks(2, run):
+    for numels, sent_at, sent in on_ranks(2, run):
         assert numels == [6 * 42] * 4
-        assert departed == [10, 12, 14, 16]
+        assert sent_at == [10, 12, 14, 16]
         quarter = 6 * 42 * 4  # bytes: at 2 ranks a ring sends every value once
         assert sent == [
             *(0, -1, quarter, -1, 2 * quarter, -1, 3 * quarter, -1),
