@@ -4,6 +4,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 TORCH ?= 2.15.0
+# Tests mostly wait for connections and for new processes, so four at a time use two cores well.
+PARALLEL ?= -n 4 --dist worksteal
 
 .PHONY: help setup demo test test-all test-rest thorough browser integrations smoke lint types bench soak compat docs clean
 
@@ -32,14 +34,14 @@ demo: setup
 	$(BIN)/gradwire demo
 
 test: lint types
-	$(BIN)/python -m pytest -m "not browser and not thorough and not integrations"
+	$(BIN)/python -m pytest $(PARALLEL) -m "not browser and not thorough and not integrations"
 
 test-all: test test-rest
 
 test-rest: thorough browser smoke
 
 thorough: setup
-	$(BIN)/python -m pytest -m thorough
+	$(BIN)/python -m pytest $(PARALLEL) -m thorough
 
 browser: setup
 	command -v chromium >/dev/null || (apt-get update -qq && apt-get install -y -qq chromium)
