@@ -49,7 +49,7 @@ def installed(tmp_path: Path) -> Path:
         shutil.copy(EXAMPLES / name, project)
     (project / "pyproject.toml").write_text(PROJECT)
     offline = ("--no-index", "--no-build-isolation", "--no-deps", "--quiet", "--target", str(target))
-    subprocess.run([sys.executable, "-m", "pip", "install", *offline, str(project)], check=True, timeout=100)
+    subprocess.run([sys.executable, "-m", "pip", "install", *offline, str(project)], check=True, timeout=240)
     return target
 
 

@@ -138,7 +138,7 @@ def test_program_that_does_not_close_its_hook_ends(endings: tuple[str, str], tmp
         for rank, ending in enumerate(endings)
     ]
     try:
-        output = [program.communicate(timeout=100)[0] for program in programs]
+        output = [program.communicate(timeout=240)[0] for program in programs]
     finally:
         for program in programs:
             program.kill()

@@ -253,7 +253,7 @@ def test_no_rank_outlives_its_program(ending, tmp_path):
     program.write_text(ENDING)
     root = str(Path(__file__).parents[2])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run([sys.executable, str(program), str(tmp_path), ending], env=environment, timeout=100)
+    done = subprocess.run([sys.executable, str(program), str(tmp_path), ending], env=environment, timeout=240)
     assert done.returncode == (0 if ending == "returns" else -signal.SIGKILL)
     for rank in range(2):
         wait_until_gone(int(Path(tmp_path, f"pool {rank}").read_text()))

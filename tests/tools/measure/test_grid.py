@@ -178,7 +178,7 @@ def test_an_interrupted_bench_keeps_what_is_done_and_goes_on(tmp_path, capsys):
             assert bench.poll() is None
         started = children(bench.pid)
         bench.send_signal(signal.SIGINT)
-        out, err = bench.communicate(timeout=60)
+        out, err = bench.communicate(timeout=240)
     finally:
         bench.kill()
     assert (bench.returncode, out) == (130, "")
