@@ -27,7 +27,9 @@ def test_ddp_is_patched_when_torch_comes_and_another_sitecustomize_still_runs(tm
     (folder / "distributed.py").write_text(FAKE)
     (tmp_path / "sitecustomize.py").write_text("print('mine too')")
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(STARTUP), str(tmp_path)])}
-    done = subprocess.run([sys.executable, "-c", ASK], env=env, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", ASK], env=env, capture_output=True, text=True, timeout=240, check=False
+    )
     assert (done.stderr, done.stdout.splitlines()) == ("", ["mine too", f"True {tmp_path / 'sitecustomize.py'}"])
 
 
