@@ -22,3 +22,14 @@ def _pools() -> Iterator[None]:
 
     yield
     close_pools()
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """torch computes on one thread, for tests whose ranks are threads already."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -17,14 +17,7 @@ from gradwire.testing.contracts.exchanges import input_of
 from ..exchanges.test_contracts import AVERAGING, LOSSY, Halves, Referenced, cases
 from ..kit.mutants import mutants
 
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """Ranks are threads already."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def one_step(hook, rank, step=0):

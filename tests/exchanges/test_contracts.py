@@ -72,13 +72,7 @@ FEEDBACK = [spec for spec in SPECS if exchange(spec).takes_residual]
 AVERAGING = [spec for spec in SPECS if exchange(spec).averages]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """Ranks are threads already."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @on_ranks

@@ -75,7 +75,7 @@ def test_wires_lie_side_by_side(spec, parts):
 @pytest.mark.parametrize("spec", CUTS)
 def test_shares_are_equal_and_of_whole_blocks(spec, parts):
     codec = build("codec", spec, CODECS)
-    align = getattr(codec, "align", getattr(codec, "block", 1))
+    align = codec.align
     for seed in range(12):
         runs = random_runs(seed)
         owner, made = owners(runs), plan(runs, parts, codec)

@@ -16,12 +16,7 @@ from gradwire.tools.workload import (
 SMALL = WorkloadSettings(layers=1, width=32, heads=2, context=32, batch=4, text_bytes=2_000_000, eval_windows=6)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def workload(seed=0, rank=0, size=2, settings=SMALL):
