@@ -2,7 +2,8 @@
 
 Each version has an environment of its own in .compat/<version>, which is made when it is first needed. torch comes with
 its GPU packages, several GB. The sources are those of this tree. The last lines are one summary per version, such as
-`2.15.0: 3297 passed, 2 failed`, for the table in docs/compatibility.md.
+`2.9.1: 3700 passed, 0 failed, 43 skipped`, for the table in docs/compatibility.md. Skipped are tests of what that
+version of torch does not have.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENTS = ROOT / ".compat"
 MARKED = "not thorough and not browser and not integrations"
 NOT_FOR_TESTS = ("mypy", "pre-commit", "ruff")
-COUNTED = re.compile(r"(\d+) (passed|failed|errors?)\b")
+COUNTED = re.compile(r"(\d+) (passed|failed|skipped|errors?)\b")
 
 
 def main() -> None:
@@ -30,7 +31,7 @@ def main() -> None:
     arguments = parser.parse_args()
     summaries = [run_tests(version, environment(version), arguments.tests) for version in arguments.versions]
     print(*summaries, sep="\n")
-    sys.exit(not all(line.endswith(" passed, 0 failed") for line in summaries))
+    sys.exit(not all(" passed, 0 failed" in line and " error" not in line for line in summaries))
 
 
 def environment(version: str) -> Path:
@@ -66,7 +67,8 @@ def pip(python: Path, *what: str) -> None:
 
 def run_tests(version: str, python: Path, tests: list[str]) -> str:
     """Run pytest, with its output on the screen and in .compat/<version>.txt, and return the summary."""
-    command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", MARKED, *tests]
+    parallel = ["-n", "4", "--dist", "worksteal"]  # as in `make test`
+    command = [str(python), "-m", "pytest", "-q", *parallel, "-p", "no:cacheprovider", "-m", MARKED, *tests]
     path = ENVIRONMENTS / f"{version}.txt"
     environ = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     with path.open("w") as file, subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE) as running:
@@ -79,13 +81,13 @@ def run_tests(version: str, python: Path, tests: list[str]) -> str:
 
 
 def summary(version: str, output: str) -> str:
-    """`2.15.0: 3297 passed, 2 failed`, from the last line with results that pytest printed."""
+    """`2.9.1: 3700 passed, 0 failed, 43 skipped`, from the last line with results that pytest printed."""
     lines = [line for line in output.splitlines() if COUNTED.search(line) and " in " in line]
     if not lines:
         return f"{version}: no result"
     counts = {what.removesuffix("s"): int(number) for number, what in COUNTED.findall(lines[-1])}
-    errors = f", {counts['error']} errors" if "error" in counts else ""
-    return f"{version}: {counts.get('passed', 0)} passed, {counts.get('failed', 0)} failed{errors}"
+    others = "".join(f", {counts[what]} {what}" for what in ("error", "skipped") if what in counts)
+    return f"{version}: {counts.get('passed', 0)} passed, {counts.get('failed', 0)} failed{others}"
 
 
 if __name__ == "__main__":

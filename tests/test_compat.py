@@ -24,8 +24,9 @@ def compat() -> ModuleType:
     [
         ("....\n3297 passed, 12 deselected in 540.01s (0:09:00)\n", "2.15.0: 3297 passed, 0 failed"),
         ("F...\n2 failed, 3295 passed in 540.01s\n[gloo] a last word\n", "2.15.0: 3295 passed, 2 failed"),
-        ("1 failed, 1 passed, 2 errors in 1.00s\n", "2.15.0: 1 passed, 1 failed, 2 errors"),
-        ("1 error in 0.10s\n", "2.15.0: 0 passed, 0 failed, 1 errors"),
+        ("1 failed, 1 passed, 2 errors in 1.00s\n", "2.15.0: 1 passed, 1 failed, 2 error"),
+        ("3700 passed, 43 skipped in 540.01s\n", "2.15.0: 3700 passed, 0 failed, 43 skipped"),
+        ("1 error in 0.10s\n", "2.15.0: 0 passed, 0 failed, 1 error"),
         ("Fatal Python error: Aborted\n", "2.15.0: no result"),
     ],
 )

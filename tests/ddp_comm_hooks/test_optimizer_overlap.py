@@ -20,6 +20,7 @@ from gradwire.errors import RegisterError
 from ..kit.models import Complex, Deep, Picky, Pictures, Strided, batch, seeded
 from ..kit.ranks import on_ranks
 from ..kit.trial import loss
+from ..kit.versions import complex_gradients
 
 with warnings.catch_warnings():  # torch's functional optimizers are still scripted, which it deprecates
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -102,11 +103,17 @@ def test_some_parameters(ranks):
 
 
 @on_ranks(2)
-def test_odd_layouts_and_complex_parameters(ranks):
-    """Strides (3.14) and complex numbers (3.15)."""
+def test_odd_layouts(ranks):
+    """Strides (3.14)."""
     for view in (False, True):
         for make in (Pictures, Strided):
             compare(seeded(make), HOOKS[0], ranks.rank, "adamw", gradient_as_bucket_view=view)
+
+
+@complex_gradients
+@on_ranks(2)
+def test_complex_parameters(ranks):
+    """Complex numbers (3.15)."""
     compare(seeded(Complex), HOOKS[0], ranks.rank)
 
 

@@ -17,6 +17,7 @@ from gradwire.errors import SpecError
 
 from ..kit.ranks import on_ranks
 from ..kit.trial import same_everywhere, through_a_file
+from ..kit.versions import complex_gradients, ddp_option
 
 
 def layers(count=3, width=16):
@@ -116,6 +117,7 @@ class Odd(nn.Module):
         return self.scale * (x @ self.weight + (x.to(torch.complex64) @ self.phase).real) + self.none.sum()
 
 
+@complex_gradients
 @on_ranks(2, thorough=(4,))
 def test_odd_parameters(ranks):
     """Every value of every parameter is averaged: at rank 16 to the mean."""
@@ -168,6 +170,7 @@ def test_one_state_for_two_models(ranks):
         torch.testing.assert_close(mine, theirs)
 
 
+@ddp_option("skip_all_reduce_unused_params")
 @on_ranks(2, thorough=(4,))
 def test_steps_count_without_the_last_bucket(ranks):
     """Steps count although the last bucket never comes (torch's 3.25)."""

@@ -18,6 +18,7 @@ from gradwire.testing import RankFailed, spawn_ranks, thread_ranks
 
 from ..kit.ranks import on_ranks
 from ..kit.trial import same_everywhere
+from ..kit.versions import complex_gradients
 from .zero_kit import (
     ADAM,
     BOTH,
@@ -119,10 +120,9 @@ def test_sub_groups(ranks):
 
 @on_ranks(2)
 def test_layouts(ranks):
-    """Strides, complex values and gradients that are views of the bucket; parameters stay where they are."""
+    """Strides and gradients that are views of the bucket; parameters stay where they are."""
     for view in (False, True):
-        for module in (Odd, Waves):
-            check(Case(module, gradient_as_bucket_view=view), True)
+        check(Case(Odd, gradient_as_bucket_view=view), True)
     case = Case(Odd)
     model = case.model()
     zero = case.zero(model, overlap_with_ddp=True)
@@ -130,6 +130,13 @@ def test_layouts(ranks):
     before = [(param.data_ptr(), param.stride()) for param in model.parameters()]
     case.train(model, zero, 4, lambda step: None)
     assert before == [(param.data_ptr(), param.stride()) for param in model.parameters()]
+
+
+@complex_gradients
+@on_ranks(2)
+def test_complex_parameters(ranks):
+    for view in (False, True):
+        check(Case(Waves, gradient_as_bucket_view=view), True)
 
 
 @on_ranks(2)

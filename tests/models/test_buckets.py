@@ -17,6 +17,7 @@ from ..kit import models
 from ..kit.models import batch, seeded
 from ..kit.ranks import Ranks, on_ranks
 from ..kit.trial import Trial, loss, raised, same_everywhere, train
+from ..kit.versions import ddp_option
 
 SOME = ("exact", "int8", "int2:feedback=true,exempt=none", "powersgd:rank=1,min_compression=0.5")
 ONE = ("exact",)
@@ -39,9 +40,14 @@ def test_smaller_buckets(ranks: Ranks) -> None:
 @on_ranks(2, specs=SOME)
 def test_other_buckets_than_the_user_gave_ddp(ranks: Ranks) -> None:
     small(ranks, seeded(models.Deep, 6), bucket_cap_mb=1)
-    small(ranks, seeded(models.Deep, 6), bucket_cap_mb_list=[0.1, 0.2])
     large = Trial(ranks, seeded(models.Deep, 6), bucket_cap_mb=0.002, register={"bucket_mb": 1}).steps(3)
     assert len(large.hook.layouts) == 1
+
+
+@ddp_option("bucket_cap_mb_list")
+@on_ranks(2, specs=SOME)
+def test_other_buckets_than_the_list_the_user_gave_ddp(ranks: Ranks) -> None:
+    small(ranks, seeded(models.Deep, 6), bucket_cap_mb_list=[0.1, 0.2])
 
 
 @on_ranks(2, specs=SOME)

@@ -9,6 +9,7 @@ from ..kit import models
 from ..kit.models import batch, seeded
 from ..kit.ranks import AVERAGING, MAIN, SPECS, Ranks, on_ranks
 from ..kit.trial import Trial, same_everywhere, train
+from ..kit.versions import ddp_option
 
 
 def caps(ranks: Ranks, cap_mb: float, **ddp: object) -> Trial:
@@ -81,6 +82,7 @@ def test_find_unused_parameters_where_none_is_unused(ranks: Ranks) -> None:
     Trial(ranks, seeded(models.Deep, 6), find_unused_parameters=True, bucket_cap_mb=0.002).steps(2)
 
 
+@ddp_option("skip_all_reduce_unused_params")
 @on_ranks(2, thorough=(3,), specs=MAIN)
 def test_unused_layer_is_skipped(ranks: Ranks) -> None:
     """The last bucket never comes (its layer is the model's first), and the steps are counted all the same."""
@@ -135,11 +137,13 @@ def test_accumulation_in_bucket_views(ranks: Ranks) -> None:
         trial.step(*(batch(ranks.rank, 10 * step + part) for part in range(2)))
 
 
+@ddp_option("batched_grad_copy")
 @on_ranks(1, 2, specs=MAIN)
 def test_batched_grad_copy(ranks: Ranks) -> None:
     Trial(ranks, seeded(models.Deep, 6), batched_grad_copy=True, bucket_cap_mb=0.002).steps(2)
 
 
+@ddp_option("bucket_cap_mb_list")
 @on_ranks(2, specs=MAIN)
 def test_bucket_caps_one_by_one(ranks: Ranks) -> None:
     Trial(ranks, seeded(models.Deep, 6, 64), bucket_cap_mb_list=[0.02, 0.04, 0.1]).steps(2, width=64)

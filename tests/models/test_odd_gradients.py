@@ -15,6 +15,7 @@ from ..kit import models
 from ..kit.models import batch, seeded
 from ..kit.ranks import AVERAGING, MAIN, SPECS, Ranks, on_ranks
 from ..kit.trial import Trial, loss
+from ..kit.versions import complex_gradients
 
 
 def trained(ranks: Ranks, module: nn.Module, **options: object) -> Trial:
@@ -77,16 +78,19 @@ def test_sparse_gradient_is_exact(ranks: Ranks) -> None:
     torch.testing.assert_close(float(table[ranks.rank].abs().max()), share / ranks.size, rtol=1e-5, atol=0)
 
 
+@complex_gradients
 @on_ranks(2, thorough=(3,), specs=MAIN)
 def test_complex64_parameters(ranks: Ranks) -> None:
     trained(ranks, seeded(models.Complex))
 
 
+@complex_gradients
 @on_ranks(2, specs=MAIN)
 def test_complex128_parameters(ranks: Ranks) -> None:
     trained(ranks, seeded(models.Complex, torch.complex128))
 
 
+@complex_gradients
 @on_ranks(2, thorough=(3,), specs=MAIN)
 def test_complex_parameters_in_small_chunks(ranks: Ranks) -> None:
     trained(ranks, seeded(models.Complex), register={"chunk_bytes": 1024})

@@ -9,6 +9,7 @@ from gradwire.optim import step_in_backward
 from ..kit.models import Complex, Deep, Embedded, Picky, Pictures, Reusing, Strided, Tied, batch, rows, seeded
 from ..kit.ranks import on_ranks
 from ..kit.trial import loss
+from ..kit.versions import complex_gradients, ddp_option
 from .runs import SMALL, Run, adamw, compare, momentum, same, sgd, steps
 
 SPECS = [
@@ -66,21 +67,16 @@ def test_groups_and_schedules(ranks):
 def test_unused_parameters(ranks):
     """A parameter that no rank uses is not stepped, one that some rank uses is stepped on all (torch's 3.32)."""
 
-    def train(run, differ=True, **zero):
+    def train(run, **zero):
         for step in range(4):
-            run.model.module.use = (step % 2, 2 + (step + ranks.rank * differ) % 2)
+            run.model.module.use = (step % 2, 2 + (step + ranks.rank) % 2)
             run.step(batch(ranks.rank, step), **zero)
 
     def train_zeroed(run):
         train(run, set_to_none=False)
 
-    def train_alike(run):
-        train(run, differ=False)
-
     compare(seeded(Picky, 5), momentum, train, find_unused_parameters=True, **SMALL)
     compare(seeded(Picky, 5), momentum, train, find_unused_parameters=True, gradient_as_bucket_view=True, **SMALL)
-    skipping = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
-    compare(seeded(Picky, 5), momentum, train_alike, **skipping, **SMALL)
     for spec in ("exact", "fp16:feedback=true"):
         compare(seeded(Picky, 5), momentum, train_zeroed, spec=spec, find_unused_parameters=True, set_to_none=(False,))
     run = Run(seeded(Picky, 5), momentum, True, find_unused_parameters=True)
@@ -88,6 +84,18 @@ def test_unused_parameters(ranks):
     train(run)
     assert torch.equal(before, run.model.module.layers[4].weight), "stepped without a gradient"
     assert run.model.module.layers[4].weight not in run.optimizer.state
+
+
+@ddp_option("skip_all_reduce_unused_params")
+@on_ranks(2, thorough=(4,))
+def test_unused_parameters_that_ddp_does_not_average(ranks):
+    def train(run):
+        for step in range(4):
+            run.model.module.use = (step % 2, 2 + step % 2)
+            run.step(batch(ranks.rank, step))
+
+    skipping = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
+    compare(seeded(Picky, 5), momentum, train, **skipping, **SMALL)
 
 
 @on_ranks(2, thorough=(4,))
@@ -120,14 +128,20 @@ def test_step_on_local_gradients(ranks):
 
 @on_ranks(2)
 def test_odd_layouts_and_types(ranks):
-    """Strides, complex numbers, sparse gradients, tied weights, static graphs."""
+    """Strides, sparse gradients, tied weights, static graphs."""
     for view in (False, True):
         compare(seeded(Pictures), adamw, steps(ranks.rank), gradient_as_bucket_view=view)
         compare(seeded(Strided), adamw, steps(ranks.rank), gradient_as_bucket_view=view)
-        compare(seeded(Complex), adamw, steps(ranks.rank), gradient_as_bucket_view=view)
     compare(seeded(Embedded), sgd, steps(ranks.rank, make=rows), set_to_none=(False,))
     compare(seeded(Tied), adamw, steps(ranks.rank))
     compare(seeded(Reusing, 3), adamw, steps(ranks.rank), static_graph=True, **SMALL)
+
+
+@complex_gradients
+@on_ranks(2)
+def test_complex_parameters(ranks):
+    for view in (False, True):
+        compare(seeded(Complex), adamw, steps(ranks.rank), gradient_as_bucket_view=view)
 
 
 @on_ranks(2)
