@@ -141,7 +141,8 @@ def check_rejects_mutants(exchange: Exchange, size: int) -> None:
         return [input_of(rank, step)]
 
     def run(rank: Rank) -> dict[str, list[Observed]]:
-        return {name: observe(rank, made, inputs) for name, made in {"": exchange, **wrong}.items()}
+        runner = rank.runner()  # connections cost more than the steps
+        return {name: observe(rank, made, inputs, runner=runner) for name, made in {"": exchange, **wrong}.items()}
 
     wrong = mutants(exchange)
     everyone = thread_ranks(size, run, 100.0)
