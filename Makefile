@@ -6,6 +6,8 @@ READY := .venv/.ready
 TORCH ?= 2.15.0
 # Tests mostly wait for connections and for new processes, so four at a time use two cores well.
 PARALLEL ?= -n 4 --dist worksteal
+# Tests start many processes; without bytecode on disk each of them, and each worker of pytest, compiles our modules.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup demo test test-all test-rest thorough browser integrations smoke lint types bench soak compat docs clean
 

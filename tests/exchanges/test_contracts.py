@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import pytest
@@ -17,7 +17,7 @@ from gradwire.testing.contracts import exchanges as contracts
 from gradwire.testing.contracts import gaussian
 from gradwire.testing.contracts.exchanges import Observed, compare, input_of, observe, references, same_bits
 
-from ..kit.mutants import MUTANTS, RESIDUAL_MUTANTS, Mutant, mutants
+from ..kit.mutants import MUTANTS, RESIDUAL_MUTANTS, Mutant, mutants, noting
 
 SPECS = [
     *EXCHANGES,
@@ -141,17 +141,25 @@ def check_rejects_mutants(exchange: Exchange, size: int) -> None:
         return [input_of(rank, step)]
 
     def run(rank: Rank) -> dict[str, list[Observed]]:
-        return {name: observe(rank, made, inputs) for name, made in {"": exchange, **wrong}.items()}
+        runner = rank.runner()  # connections cost more than the steps
+        return {name: observe(rank, made, inputs, runner=runner) for name, made in {"": right, **run_apart}.items()}
 
-    wrong = mutants(exchange)
+    wrong, right = mutants(exchange), noting(exchange)
+    noted = {mutant.kind for mutant in right.others}
+    run_apart = {name: made for name, made in wrong.items() if name not in noted}
     everyone = thread_ranks(size, run, 100.0)
-    right = [own[""] for own in everyone]
-    wanted = references(exchange, right)
-    compare(exchange, right, wanted)
+    seen = {name: [own[name] for own in everyone] for name in ("", *run_apart)}
+    for name in noted:
+        seen[name] = [
+            [replace(one, result=right.result(name, rank, one.chunks)) for one in own]
+            for rank, own in enumerate(seen[""])
+        ]
+    wanted = references(exchange, seen[""])
+    compare(exchange, seen[""], wanted)
     for name, made in wrong.items():
-        assert not _same([own[name] for own in everyone], right), f"{made} changes nothing"
+        assert not _same(seen[name], seen[""]), f"{made} changes nothing"
         try:
-            compare(made, [own[name] for own in everyone], wanted)
+            compare(made, seen[name], wanted)
         except AssertionError:
             continue
         raise AssertionError(f"{made} passes the comparison with the reference of {exchange}")
@@ -169,6 +177,26 @@ def test_there_are_enough_mutants():
     assert len({**MUTANTS, **RESIDUAL_MUTANTS}) >= 12
     assert len(mutants(exchange("topk"))) == len(MUTANTS) + len(RESIDUAL_MUTANTS)
     assert len(mutants(exchange("int8"))) == len(MUTANTS)
+
+
+@pytest.mark.parametrize("spec", ["int8", "int4:exempt=none,feedback=true"])
+def test_noted_results_are_those_of_the_mutants(spec):
+    """What one run notes of each mutant is what a run of that mutant gives, bit for bit."""
+    right, wrong = noting(exchange(spec)), mutants(exchange(spec))
+
+    def run(rank):
+        runner = rank.runner()
+        first, *others = (
+            observe(rank, made, lambda rank, step: [input_of(rank, step)], runner=runner)
+            for made in (right, *(wrong[mutant.kind] for mutant in right.others))
+        )
+        for mutant, seen in zip(right.others, others, strict=True):
+            for one, other in zip(first, seen, strict=True):
+                assert same_bits(right.result(mutant.kind, rank.rank, one.chunks), other.result), mutant.kind
+                assert one.residual is None or same_bits(one.residual, other.residual), mutant.kind
+
+    thread_ranks(2, run)
+    assert len(right.others) == len(MUTANTS) - 2
 
 
 def test_a_mutant_delegates_every_member():

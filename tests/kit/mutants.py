@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 import torch
@@ -87,6 +87,33 @@ class Mutant(Exchange):
 
     def __str__(self) -> str:
         return f"{self.inner}, mutated ({self.kind})"
+
+
+@dataclass(frozen=True)
+class Noting(Mutant):
+    """Does what `inner` does, and notes what mutants that change only the result make of each result.
+
+    One run of the exchange shows them all: the next step does not depend on what they have changed.
+    """
+
+    others: Sequence[Mutant] = ()
+    noted: dict[tuple[object, ...], Tensor] = field(default_factory=dict, compare=False)
+    """Results by mutant, rank, step and chunk."""
+
+    def mean_(self, bucket: Bucket, comm: Comm, residual: Tensor | None = None) -> None:
+        """Average as `inner` does."""
+        own = bucket.flat.clone()
+        self.inner.mean_(bucket, comm, residual)
+        for mutant in self.others:
+            assert mutant.after is not None
+            wrong = replace(bucket, flat=bucket.flat.clone())
+            mutant.kept[comm.rank, "own", *_key(bucket)] = own
+            mutant.after(mutant, wrong, comm, residual)
+            self.noted[mutant.kind, comm.rank, bucket.step, *_key(bucket)] = wrong.flat
+
+    def result(self, kind: str, rank: int, chunks: Sequence[Bucket]) -> Tensor:
+        """What a mutant has made of the bucket that was cut into these chunks."""
+        return torch.cat([self.noted[kind, rank, chunk.step, *_key(chunk)] for chunk in chunks])
 
 
 def _key(bucket: Bucket) -> tuple[object, ...]:
@@ -194,6 +221,12 @@ RESIDUAL_MUTANTS: Mapping[str, tuple[Spoil | None, Spoil | None]] = MappingProxy
     }
 )
 """The same for exchanges with feedback."""
+
+
+def noting(exchange: Exchange) -> Noting:
+    """The exchange itself, which notes the results of all of its mutants that change nothing else."""
+    others = [mutant for mutant in mutants(exchange).values() if mutant.kind in MUTANTS and mutant.before is None]
+    return Noting(exchange, "noting", others=others)
 
 
 def mutants(exchange: Exchange) -> dict[str, Mutant]:

@@ -40,11 +40,18 @@ class Rank:
         name = f"test/{next(self._made)}"
         return LaneRunner(Lanes(self.store, self.rank, self.size, timedelta(seconds=self.timeout_s), name), threads)
 
-    def hook(self, spec: str | Exchange, *, chunk_bytes: int | None = None, threads: int = THREADS) -> Hook:
-        """A hook without a model, closed at the end of the test."""
+    def hook(
+        self,
+        spec: str | Exchange,
+        *,
+        chunk_bytes: int | None = None,
+        threads: int = THREADS,
+        runner: LaneRunner | None = None,
+    ) -> Hook:
+        """A hook without a model, closed at the end of the test. Hooks that are used in turn may share a runner."""
         made = Hook(
             exchange(spec),
-            self.runner(threads),
+            runner or self.runner(threads),
             rank=self.rank,
             size=self.size,
             device=torch.device("cpu"),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gradwire.engine.hook import Hook
+from gradwire.engine.runner import LaneRunner
 from gradwire.exchanges import Exchange
 from gradwire.exchanges.bucket import Bucket, Memory, make_bucket
 from gradwire.exchanges.reference import Reference
@@ -62,10 +63,16 @@ def check_many_in_flight(exchange: Exchange, size: int) -> None:
 
 
 def observe(
-    rank: Rank, exchange: Exchange, inputs: Inputs, *, steps: int = STEPS, chunk_bytes: int = 16_384
+    rank: Rank,
+    exchange: Exchange,
+    inputs: Inputs,
+    *,
+    steps: int = STEPS,
+    chunk_bytes: int = 16_384,
+    runner: LaneRunner | None = None,
 ) -> list[Observed]:
-    """Average the buckets of some steps through a hook."""
-    hook, seen = rank.hook(exchange, chunk_bytes=chunk_bytes), []
+    """Average the buckets of some steps through a hook of its own, on a runner of its own or on this one."""
+    hook, seen = rank.hook(exchange, chunk_bytes=chunk_bytes, runner=runner), []
     for step in range(steps):
         buckets = inputs(rank.rank, step)
         if step == INF_STEP and rank.rank == rank.size - 1:
