@@ -15,7 +15,7 @@ from gradwire import Hook, StateError
 from ..kit import models
 from ..kit.models import batch, seeded
 from ..kit.ranks import FEEDBACK, SPECS, Ranks, on_ranks
-from ..kit.trial import Trial, assert_near, raised, residuals, through_a_file
+from ..kit.trial import Trial, assert_near, raised, residuals, through_a_file, train
 
 
 def trained(ranks: Ranks, count: int = 3, module: torch.nn.Module | None = None, **options: Any) -> Trial:
@@ -191,3 +191,56 @@ def test_invalid_states_are_refused(ranks: Ranks) -> None:
     cases: list[Any] = [{}, [], {**good, "version": 99}, {"residuals": {}}, [good, {}]]
     for state in cases:
         assert "state" in refuses(hook, state)
+
+
+@on_ranks(2)
+def test_a_layer_that_was_frozen_since_keeps_its_residual(ranks: Ranks) -> None:
+    trial = trained(ranks, register={"spec": "sign:feedback=true,exempt=none"})
+    saved = trial.hook.state_dict()
+    module = copy.deepcopy(trial.model.module)
+    first = next(module.parameters())
+    first.requires_grad_(False)
+    frozen = next(name for name, param in module.named_parameters() if param is first)
+    hook = ranks.register(ranks.wrap(module), "sign:feedback=true,exempt=none")
+    hook.load_state_dict(saved)
+    assert torch.equal(hook.state_dict()["residuals"][frozen], saved["residuals"][frozen])
+
+
+@on_ranks(2)
+def test_a_state_fits_the_compiled_module_too(ranks: Ranks) -> None:
+    trial = trained(ranks, register={"spec": "sign:feedback=true,exempt=none"})
+    saved = trial.hook.state_dict()
+    module = torch.compile(copy.deepcopy(trial.model.module), backend="eager")
+    hook = ranks.register(ranks.wrap(module), "sign:feedback=true,exempt=none")
+    hook.load_state_dict(saved)
+    loaded = hook.state_dict()["residuals"]
+    assert loaded.keys() == saved["residuals"].keys()
+    assert all(torch.equal(loaded[name], saved["residuals"][name]) for name in loaded)
+
+
+@on_ranks(2)
+def test_merging_residuals_that_one_rank_alone_keeps(ranks: Ranks) -> None:
+    trial = trained(ranks, register={"spec": "sign:feedback=true,exempt=none"})
+    state = trial.hook.state_dict()
+    if ranks.rank == 1:
+        state["residuals"] = {}
+    trial.hook.load_state_dict(state)
+    merged = trial.hook.state_dict(merged=True)["residuals"]
+    own = trial.hook.state_dict()["residuals"] if ranks.rank == 0 else merged
+    assert merged.keys() == own.keys() != set()
+    assert all(torch.equal(merged[name], own[name]) for name in own)
+
+
+@on_ranks(2)
+def test_inf_in_a_state_is_refused_and_heals_at_run_time(ranks: Ranks) -> None:
+    trial = trained(ranks, register={"spec": "sign:feedback=true,exempt=none"})
+    state = trial.hook.state_dict()
+    name, kept = next(iter(state["residuals"].items()))
+    broken = {**state, "residuals": {**state["residuals"], name: torch.full_like(kept, float("nan"))}}
+    assert f"inf or NaN in the residuals of {name}" in refuses(trial.hook, broken)
+    assert "step is a whole number" in refuses(trial.hook, {**state, "step": True})
+    trial.hook.scale_state(3e38)  # overflows
+    assert all(torch.isfinite(value).all() for value in residuals(trial.hook).values())
+    trial.hook._residuals.by_param[name].fill_(float("inf"))
+    train(trial.model, [batch(ranks.rank, 3), batch(ranks.rank, 4)])
+    assert all(torch.isfinite(param.grad).all() for param in trial.params)

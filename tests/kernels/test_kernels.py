@@ -74,6 +74,17 @@ def test_half_scale(numel, scale):
         assert float(CPU.half_scale(sample)) == float(TORCH.half_scale(sample)) == 1.0
 
 
+def test_numba_without_its_compiler_is_not_used(monkeypatch, caplog):
+    import numba
+
+    monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)
+    monkeypatch.setattr(kernels, "_numba", None)
+    kernels.load.cache_clear()
+    assert kernels.load() is None
+    assert "NUMBA_DISABLE_JIT is set" in caplog.text
+    kernels.load.cache_clear()
+
+
 def test_missing_numba_is_logged_once(monkeypatch, caplog):
     kernels.load.cache_clear()
     monkeypatch.setattr(kernels, "_numba", None)

@@ -5,17 +5,19 @@ ranks matters, so a state loads on another number of ranks by the rule: each new
 """
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradwire.errors import StateError
-from gradwire.exchanges.base import Comm
 from gradwire.exchanges.bucket import Memory
 
 log = logging.getLogger("gradwire")
+
+Summer = Callable[[Tensor], Tensor]
+"""Sums a tensor on the CPU over the ranks. All ranks together."""
 
 VERSION = 1
 DAMAGED = "the checkpoint is damaged"
@@ -39,12 +41,26 @@ def copy_of(memory: Mapping[str, Mapping[str, Tensor]], device: torch.device | N
     }
 
 
-def merge_(residuals: dict[str, Tensor], comm: Comm) -> None:
-    """Sum over the ranks, in place."""
-    values = [residuals[name] for name in sorted(residuals)]
-    totals = comm.all_reduce_(torch.cat(values)).split([value.numel() for value in values])
-    for value, total in zip(values, totals, strict=True):
-        value.copy_(total)
+def numel_of(param: Tensor) -> int:
+    """How many values the residual of a parameter has: complex numbers travel as pairs of real ones."""
+    return param.numel() * (2 if param.is_complex() else 1)
+
+
+def merged(residuals: Mapping[str, Tensor], params: Iterable[tuple[str, Tensor]], sum_: Summer) -> dict[str, Tensor]:
+    """The sum over the ranks, by name. All ranks together, whichever of them keep residuals.
+
+    If the parameters are not known, all ranks must keep residuals of the same names.
+    """
+    numels = {name: numel_of(param) for name, param in params} or {n: kept.numel() for n, kept in residuals.items()}
+    if not numels:
+        return {}
+    flags = sum_(torch.tensor([float(name in residuals) for name in sorted(numels)])).tolist()
+    names = [name for name, ranks in zip(sorted(numels), flags, strict=True) if ranks]
+    if not names:
+        return {}
+    values = [residuals[name] if name in residuals else torch.zeros(numels[name]) for name in names]
+    totals = sum_(torch.cat([value.to("cpu") for value in values])).split([value.numel() for value in values])
+    return dict(zip(names, totals, strict=True))
 
 
 def unpack(states: Sequence[Mapping[str, Any]], rank: int, size: int) -> tuple[int, dict[str, Tensor]]:
@@ -72,13 +88,16 @@ def check_names(memory: Mapping[str, Any], params: Iterable[tuple[str, Tensor]])
         )
 
 
-def check_shapes(residuals: Mapping[str, Tensor], params: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise StateError for the residuals of another model, with the names and sizes that differ."""
-    numels = {name: param.numel() * (2 if param.is_complex() else 1) for name, param in params}
+def check_residuals(residuals: Mapping[str, Tensor], params: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise StateError for the residuals of another model, with the names and sizes that differ, or for inf or NaN."""
+    numels = {name: numel_of(param) for name, param in params}
     wrong = [name for name, value in residuals.items() if numels and numels.get(name) != value.numel()]
     if wrong:
         listed = ", ".join(f"{name} ({residuals[name].numel()}, here {numels.get(name, 'none')})" for name in wrong)
         raise StateError(f"the checkpoint is of another model; values by parameter: {listed}")
+    bad = [name for name, value in residuals.items() if not bool(torch.isfinite(value).all())]
+    if bad:
+        raise StateError(f"{DAMAGED}: there is inf or NaN in the residuals of {', '.join(bad)}")
 
 
 def warn_if_other(state: Mapping[str, Any], hook: str) -> None:
@@ -109,7 +128,7 @@ def _check_form(states: Sequence[Mapping[str, Any]]) -> None:
 def _check_values(state: Mapping[str, Any]) -> None:
     """Raise StateError for values that no hook has saved: a damaged file."""
     for key, least in (("step", 0), ("rank", MERGED), ("size", 1)):
-        if not isinstance(state[key], int) or state[key] < least:
+        if not isinstance(state[key], int) or isinstance(state[key], bool) or state[key] < least:
             raise StateError(f"{DAMAGED}: {key} is a whole number of at least {least}, not {state[key]!r}")
     memory = state["memory"]
     kept = [state["residuals"], *(memory.values() if isinstance(memory, Mapping) else [memory])]

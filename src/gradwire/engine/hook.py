@@ -3,6 +3,7 @@
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -21,7 +22,7 @@ from gradwire.errors import CLOSED, ExchangeError, RegisterError
 from gradwire.exchanges import Exact, Exchange, exchange
 from gradwire.exchanges.base import Comm
 from gradwire.exchanges.bucket import Bucket, Memory, Segment, Steps
-from gradwire.exchanges.feedback import fed_back
+from gradwire.exchanges.feedback import fed_back, withheld
 
 Scale = Callable[[], float] | None
 """Gives a last factor for the mean, when the exchange is done."""
@@ -58,8 +59,12 @@ class Hook:
         params: Callable[[], Iterable[tuple[str, Tensor]]] = tuple,
         requested: str | None = None,
         traced: bool = False,
+        unused: bool = False,
     ) -> None:
-        """`requested` is the user's spec, if it is not that of the exchange. `traced`: for DDP's compiled reducer."""
+        """`requested` is the user's spec, if it is not that of the exchange. `traced`: for DDP's compiled reducer.
+
+        `unused`: the caller discards the mean of tensors whose gradients are zero on all ranks.
+        """
         self.exchange = exchange
         self.rank, self.size, self.device = rank, size, device
         self.runner = runner
@@ -75,6 +80,7 @@ class Hook:
         self.replicated = params
         """What must be the same on all ranks, for `verify`: all parameters, those without a gradient too."""
         self._traced = traced
+        self._unused = unused
         self._residuals = Residuals()
         self._memory: Memory = {}
         self._steps = Steps()
@@ -123,10 +129,13 @@ class Hook:
         sizes = [chunk.flat.numel() for chunk in chunks]
         if exchange.takes_residual:
             parts = residuals.of(bucket).split(sizes)
-            return [_job(exchange, *pair, scale) for pair in zip(chunks, parts, strict=True)]
+            return [_job(exchange, *pair, scale, self._unused) for pair in zip(chunks, parts, strict=True)]
         if residuals.by_param and (pending := residuals.pending(bucket)) is not None:  # from before a switch
             parts = pending[0].split(sizes)
-            return [_applying_job(exchange, *pair, pending[1], scale) for pair in zip(chunks, parts, strict=True)]
+            return [
+                _applying_job(exchange, chunk, part, pending[1], scale, self._unused)
+                for chunk, part in zip(chunks, parts, strict=True)
+            ]
         return [_job(exchange, chunk, None, scale) for chunk in chunks]
 
     def _finish(self, bucket: Bucket) -> None:
@@ -234,8 +243,8 @@ class Hook:
                 any number of ranks can load.
         """
         residuals = self._residuals.copies()
-        if merged and self.size > 1 and residuals:
-            self.run(lambda comm: checkpoint.merge_(residuals, comm))
+        if merged and self.size > 1:
+            residuals = checkpoint.merged(residuals, self.replicated(), self._sum)
         rank = checkpoint.MERGED if merged else self.rank
         return checkpoint.pack(str(self.exchange), self.steps, rank, self.size, residuals, self._memory)
 
@@ -251,10 +260,11 @@ class Hook:
         """
         states: list[Any] = list(state) if isinstance(state, list | tuple) else [state]
         step, residuals = checkpoint.unpack(states, self.rank, self.size)
-        checkpoint.check_shapes(residuals, self._params())
+        params = list(self.replicated())  # a parameter may have been frozen since, or be unfrozen later
+        checkpoint.check_residuals(residuals, params)
         memory = checkpoint.copy_of(states[0]["memory"], self.device)
-        checkpoint.check_names(memory, self._params())
-        self.exchange.check_memory(memory, list(self._params()))
+        checkpoint.check_names(memory, params)
+        self.exchange.check_memory(memory, params)
         if self.pilot is None:
             checkpoint.warn_if_other(states[0], str(self.exchange))
         self._residuals.load({name: value.to(self.device) for name, value in residuals.items()})
@@ -301,7 +311,7 @@ class Hook:
     def _open(self, new: Exchange) -> None:
         """Make the lanes of an exchange that all ranks use."""
         if self.size > 1:
-            self.runner.open(new.lanes)
+            self.runner.open(new.lanes + self._unused)
             self.runner.split(new.levels(self.size))
 
     def gather(self, values: Tensor) -> Tensor:
@@ -311,6 +321,16 @@ class Hook:
         got: list[Tensor] = []
         self.run(lambda comm: got.append(comm.all_gather(values).clone()))
         return got[0]
+
+    def _sum(self, values: Tensor) -> Tensor:
+        """The sum over the ranks, on the CPU. All ranks together, between steps."""
+        total = values.to(self.device)
+
+        def add_up(comm: Comm) -> None:
+            comm.all_reduce_(total)
+
+        self.run(add_up)
+        return total.to("cpu")
 
     def agree(self, what: str, text: str) -> None:
         """Raise RegisterError unless all ranks pass the same text. All ranks together."""
@@ -324,25 +344,31 @@ class Hook:
         return f"<gradwire.Hook {self.exchange} rank={self.rank} size={self.size} steps={self.steps}>"
 
 
-def _job(exchange: Exchange, bucket: Bucket, residual: Tensor | None = None, scale: Scale = None) -> Job:
+def _job(
+    exchange: Exchange, bucket: Bucket, residual: Tensor | None = None, scale: Scale = None, unused: bool = False
+) -> Job:
     """What averages one chunk."""
 
     def run(comm: Comm) -> None:
-        exchange.mean_(bucket, comm, residual)
+        with nullcontext() if residual is None or not unused else withheld(bucket, comm, residual):
+            exchange.mean_(bucket, comm, residual)
         if scale is not None:
             bucket.flat.mul_(scale())
 
     return run
 
 
-def _applying_job(exchange: Exchange, bucket: Bucket, residual: Tensor, applied: list[Tensor], scale: Scale) -> Job:
+def _applying_job(
+    exchange: Exchange, bucket: Bucket, residual: Tensor, applied: list[Tensor], scale: Scale, unused: bool
+) -> Job:
     """For an exchange that keeps no residual: apply a pending one. It stays pending if the mean is not finite."""
 
     def run(comm: Comm) -> None:
-        with fed_back(bucket.flat, residual) as work:
+        held = withheld(bucket, comm, residual) if unused else nullcontext()
+        with held, fed_back(bucket.flat, residual) as work:
             exchange.mean_(dataclasses.replace(bucket, flat=work), comm)
             residual.zero_()
-        applied.append(torch.isfinite(bucket.flat).all())
+        applied.append(torch.isfinite(bucket.flat).all() & ~residual.any())
         if scale is not None:
             bucket.flat.mul_(scale())
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gradwire.errors import StateError
 from gradwire.exchanges.bucket import Bucket
+from gradwire.exchanges.feedback import healed_
 
 
 class Residuals:
@@ -61,7 +62,7 @@ class Residuals:
         if not (isinstance(factor, int | float) and math.isfinite(factor) and factor > 0):
             raise StateError(f"scale_state: factor must be a finite number above 0, got {factor!r}")
         for residual in self.by_param.values():
-            residual.mul_(factor)
+            healed_(residual.mul_(factor))
 
     def _drop_applied(self) -> None:
         for key, applied in list(self._applied.items()):

@@ -1,5 +1,6 @@
 """Error feedback inside an exchange: what one step's encoding loses is added back at the next step."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -7,6 +8,10 @@ import torch
 from torch import Tensor
 
 from gradwire.codecs.base import new_total
+from gradwire.exchanges.base import Comm
+from gradwire.exchanges.bucket import Bucket
+
+log = logging.getLogger("gradwire")
 
 
 @contextmanager
@@ -14,7 +19,8 @@ def fed_back(flat: Tensor, residual: Tensor | None) -> Iterator[Tensor]:
     """Yield `flat + residual`; on exit, restore the residual if the mean holds inf or NaN.
 
     The body replaces the yielded values by their mean and writes what was lost into `residual`. The optimizer skips a
-    step whose mean is not finite, so that step must not change the residual.
+    step whose mean is not finite, so that step must not change the residual. Inf and NaN in the residual itself would
+    make every later mean non-finite too, so they are replaced by zero then.
     """
     if residual is None:
         yield flat
@@ -23,7 +29,36 @@ def fed_back(flat: Tensor, residual: Tensor | None) -> Iterator[Tensor]:
     yield work
     if work is not flat:
         flat.copy_(work)
-    torch.where(torch.isfinite(flat).all(), residual, before, out=residual)
+    finite = torch.isfinite(flat).all()
+    if flat.device.type != "cpu":  # where the host must not wait for the answer
+        torch.where(finite, residual, before.nan_to_num_(0.0, 0.0, 0.0), out=residual)
+    elif not finite:
+        residual.copy_(healed_(before))
+
+
+def healed_(residual: Tensor) -> Tensor:
+    """Replace inf and NaN by zero, in place, and warn if there were any. It waits for the values."""
+    bad = int((~torch.isfinite(residual)).sum())
+    if bad:
+        log.warning("%d values that error feedback had kept were inf or NaN; they are zero from now on", bad)
+        residual.nan_to_num_(0.0, 0.0, 0.0)
+    return residual
+
+
+@contextmanager
+def withheld(bucket: Bucket, comm: Comm, residual: Tensor) -> Iterator[None]:
+    """Keep the residual of tensors whose gradients are zero on all ranks out of the mean. One collective.
+
+    DDP discards the mean of a parameter that no rank has used (`find_unused_parameters=True`). Its gradients are zero
+    on all ranks. A residual that went into such a mean would be lost.
+    """
+    sizes = torch.tensor([segment.numel for segment in bucket.segments], device=residual.device)
+    used = torch.stack([part.any() for part in bucket.flat.split([s.numel for s in bucket.segments])]).float()
+    unused = comm.all_reduce_(used).repeat_interleave(sizes, output_size=residual.numel()) == 0
+    kept = torch.where(unused, residual, 0.0)
+    residual.masked_fill_(unused, 0.0)
+    yield
+    residual.add_(kept)
 
 
 def working_copy(flat: Tensor) -> Tensor:

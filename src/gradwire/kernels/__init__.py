@@ -19,9 +19,14 @@ log = logging.getLogger("gradwire")
 
 @functools.cache
 def load() -> ModuleType | None:
-    """Load the Numba kernels. Warns once if Numba is missing; everything works without it, but slower."""
+    """Load the Numba kernels. Warns once if Numba cannot be used; everything works without it, but slower."""
     global _numba
     try:
+        from numba import config
+
+        if config.DISABLE_JIT:  # type: ignore[attr-defined]
+            log.warning("NUMBA_DISABLE_JIT is set: encoding on the CPU takes several times as long; unset it")
+            return None
         from gradwire.kernels import numba
     except ImportError:
         log.warning("numba is not installed: encoding on the CPU takes several times as long; pip install numba")

@@ -30,7 +30,7 @@ from gradwire.engine.hook import Hook
 from gradwire.engine.lanes import Lanes, slow_link
 from gradwire.engine.runner import LaneRunner, Runner
 from gradwire.engine.stream import StreamRunner
-from gradwire.errors import GradwireError, RegisterError, SpecError
+from gradwire.errors import ExchangeError, GradwireError, RegisterError, SpecError
 from gradwire.exchanges import Exact, Exchange, exchange
 from gradwire.exchanges.base import DEFAULT_BUCKETS, Comm
 from gradwire.exchanges.bucket import Bucket, segments_of
@@ -106,7 +106,8 @@ def attach(
     if traced and requested is not None:
         raise RegisterError(f"{requested} counts steps, which DDP's compiled reducer hides; name a hook instead")
     group = group or model.process_group
-    hook = make_hook(exchange, group, params()[0][1].device, chunk_bytes, params, requested=requested, traced=traced)
+    how = {"requested": requested, "traced": traced, "unused": model.find_unused_parameters}
+    hook = make_hook(exchange, group, params()[0][1].device, chunk_bytes, params, **how)
     hook.replicated = replicated
     try:
         if hook.size > 1:
@@ -131,6 +132,7 @@ def make_hook(
     *,
     requested: str | None = None,
     traced: bool = False,
+    unused: bool = False,
 ) -> Hook:
     """A hook over a process group, not tied to any model. All ranks of the group together. See `Hook`."""
     runner = _runner(group, device)
@@ -145,6 +147,7 @@ def make_hook(
             params=params,
             requested=requested,
             traced=traced,
+            unused=unused,
         )
     except BaseException:
         runner.close()
@@ -186,6 +189,18 @@ class _Carried(Uncopied):
         """Average one bucket, or the (gradient, parameter) pair of DDP's compiled reducer."""
         if isinstance(bucket, tuple):
             return traced_mean(self.hook.exchange, self.group, *bucket)  # type: ignore[no-any-return]
+        try:
+            return self._average(bucket)
+        except KeyboardInterrupt:
+            self._refuse_next_step()
+            raise
+
+    def _refuse_next_step(self) -> None:
+        """After an interruption DDP waits for buckets that never come, and its own message does not say so."""
+        if (model := self._model()) is not None:
+            model.register_forward_pre_hook(_interrupted)
+
+    def _average(self, bucket: Any) -> Future[Tensor]:
         ours = from_ddp(bucket, lambda param: self._names[param])
         pilot = self.hook.pilot
         if pilot is not None and self.hook.opens_step(ours):
@@ -226,6 +241,14 @@ class _Shadow(Uncopied):
                 shadow_backward(ddp)
             finally:
                 state._live = True
+
+
+def _interrupted(module: Any, inputs: Any) -> None:
+    raise ExchangeError(
+        "a backward pass of this model was interrupted while its gradients were being averaged, and DDP cannot go on "
+        "from there; to go on with the same weights, wrap copy.deepcopy(model.module) in DistributedDataParallel, "
+        "register the hook again and build a new optimizer"
+    )
 
 
 def _sum_(comm: Comm, values: Tensor) -> None:
