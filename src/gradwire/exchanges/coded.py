@@ -16,7 +16,7 @@ from gradwire.exchanges.bucket import Bucket, Segment
 from gradwire.exchanges.exact import all_reduce_
 from gradwire.exchanges.exempt import check_matches, check_pattern, is_exempt
 from gradwire.exchanges.feedback import fed_back
-from gradwire.exchanges.plan import Run, WirePlan, one_shot_, plan, two_shot_
+from gradwire.exchanges.plan import Run, WirePlan, joined, one_shot_, plan, two_shot_
 from gradwire.exchanges.reference import Reference, backend_mean, coded_message, fed, kept
 from gradwire.spec import changed, write
 
@@ -123,18 +123,16 @@ class Coded(Exchange):
         first, size, one = buckets[0], len(buckets), self._one_shot(len(buckets))
         if self.codec.wire_dtype is not None and self.accumulate == "wire":
             return backend_mean([bucket.flat for bucket in buckets], self.codec.wire_dtype)
-        exempt = [self._exempts(segment) for segment in first.segments]
         if self.allocate:
+            exempt = [self._exempts(segment) for segment in first.segments]
             return allocated_reference(buckets, self.codec.allocatable_bits, self.fairness, exempt, one)
         values = [fed(bucket, None if residuals is None else residuals[i]) for i, bucket in enumerate(buckets)]
-        numels = [segment.numel for segment in first.segments]
-        if self.codec.align == 1 and not any(exempt):  # without blocks, tensors need no border between them
-            numels, exempt = [sum(numels)], [False]
+        runs = joined(self._runs(first), self.codec)
         codecs = [self.codec] * size
         if first.segments:
             start = first.segments[0]
             codecs = [self.codec.seeded(rank, first.step, start.name, start.start) for rank in range(size)]
-        mean, lost = coded_message(values, numels, exempt, codecs, one)
+        mean, lost = coded_message(values, [run.numel for run in runs], [run.exempt for run in runs], codecs, one)
         mean = mean.to(first.flat.dtype)
         # Residuals are float32: those of float64 gradients round, and a value may land on the next code.
         largest = max((float(x.nan_to_num(0.0, 0.0, 0.0).abs().max()) for x in values if x.numel()), default=0.0)
@@ -143,11 +141,7 @@ class Coded(Exchange):
 
     def plan(self, bucket: Bucket, parts: int) -> WirePlan:
         """Which rank averages what. Codecs with blocks see one tensor at a time."""
-        if self.align == 1 and self.exempt == "none":
-            numel = sum(segment.numel for segment in bucket.segments)  # flat's is a symbol under torch.compile
-            return plan((Run(numel, False),), parts, self.codec)
-        runs = tuple(Run(segment.numel, self._exempts(segment)) for segment in bucket.segments)
-        return plan(runs, parts, self.codec)
+        return plan(self._runs(bucket), parts, self.codec)
 
     def warm_up(self, device: torch.device) -> None:
         """Use every kernel once."""
@@ -164,6 +158,9 @@ class Coded(Exchange):
     def check(self, params: Sequence[tuple[str, Tensor]]) -> None:
         """Raise SpecError, or warn, if `exempt` makes no sense for the model."""
         check_matches(self.codec.name, str(self.exempt), params)
+
+    def _runs(self, bucket: Bucket) -> tuple[Run, ...]:
+        return tuple(Run(segment.numel, self._exempts(segment)) for segment in bucket.segments)
 
     def _exempts(self, segment: Segment) -> bool:
         return self.exempt != "none" and is_exempt(str(self.exempt), segment)

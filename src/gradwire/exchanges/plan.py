@@ -2,11 +2,12 @@
 
     part   [ wire of a tensor's values ][ wire of the next tensor's ] ... [ exempt values, float32 ][ padding ]
 
-One-shot has a single part, two-shot one part per rank. A block of a codec never holds values of two tensors. Tensors
+One-shot has a single part, two-shot one part per rank. A block of a codec never holds values of two runs. Tensors
 that are exempt from coding travel in the same message in float32.
 """
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -57,13 +58,39 @@ class WirePlan(NamedTuple):
 
 
 def plan(runs: tuple[Run, ...], parts: int, codec: Codec) -> WirePlan:
-    """Distribute the runs of a bucket over `parts` ranks, in equal shares of whole blocks."""
+    """Distribute the tensors of a bucket over `parts` ranks, in equal shares of whole blocks."""
     if torch.compiler.is_compiling():  # dynamo does not trace caches
         return _plan(runs, parts, codec)
     return _kept_plan(runs, parts, codec)
 
 
+def joined(runs: Sequence[Run], codec: Codec) -> tuple[Run, ...]:
+    """What is coded together: a tensor, or neighbours that are each smaller than a block and so share blocks.
+
+    If the codec has no blocks, neighbours are always one run, and so are those that travel in float32. A run whose wire
+    would be longer than its values in float32 travels as those.
+    """
+    shortest = [
+        Run(run.numel, run.exempt or codec.wire_bytes(run.numel) > 4 * run.numel) for run in _side_by_side(runs, codec)
+    ]
+    return tuple(_side_by_side(shortest, codec))
+
+
+def _side_by_side(runs: Iterable[Run], codec: Codec) -> Iterator[Run]:
+    """Join neighbours of the same kind, unless each has blocks of its own."""
+
+    def kind(run: Run) -> tuple[bool, bool]:
+        return run.exempt, run.exempt or codec.align == 1 or run.numel < codec.align
+
+    for (exempt, joins), alike in itertools.groupby(runs, kind):
+        if joins:
+            yield Run(sum(run.numel for run in alike), exempt)
+        else:
+            yield from alike
+
+
 def _plan(runs: tuple[Run, ...], parts: int, codec: Codec) -> WirePlan:
+    runs = joined(runs, codec)
     coded, exempt = _deal(runs, False, parts, codec.align), _deal(runs, True, parts, 1)
     made = tuple(_part(pieces, rest, codec) for pieces, rest in zip(coded, exempt, strict=True))
     return WirePlan(made, max(part.exempt_at + 4 * part.exempt_numel for part in made))

@@ -148,9 +148,9 @@ def coded_message(
     codecs: Sequence[Codec],
     one_shot: bool,
 ) -> tuple[Tensor, list[Tensor]]:
-    """`coded_mean` of whole messages of tensors with `numels` values each; exempt ones travel in float32.
+    """`coded_mean` of whole messages of runs with `numels` values each; exempt ones travel in float32.
 
-    A block of the codec never holds values of two tensors, and what is exempt loses nothing.
+    A block of the codec never holds values of two runs, and what is exempt loses nothing.
     """
     size, starts = len(values), list(itertools.accumulate(numels, initial=0))
     mean, lost = torch.zeros_like(values[0]), [torch.zeros_like(x) for x in values]

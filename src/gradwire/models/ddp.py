@@ -33,7 +33,7 @@ from gradwire.engine.stream import StreamRunner
 from gradwire.errors import ExchangeError, GradwireError, RegisterError, SpecError
 from gradwire.exchanges import Exact, Exchange, exchange
 from gradwire.exchanges.base import DEFAULT_BUCKETS, Comm
-from gradwire.exchanges.bucket import Bucket, segments_of
+from gradwire.exchanges.bucket import Bucket, Segment, segments_of
 from gradwire.models.buckets import check_bucket_mb, rebucket
 from gradwire.models.checks import check_group, check_model, check_parameters
 from gradwire.models.compiled import traced_mean
@@ -159,14 +159,22 @@ def gradwire_hook(state: "_Carried", bucket: GradBucket) -> torch.futures.Future
     return state.average(bucket)
 
 
-def from_ddp(bucket: Any, name_of: Callable[[Tensor], str]) -> Bucket:
-    """A bucket over the memory of DDP's `GradBucket`. A sparse gradient comes as it is."""
+def from_ddp(
+    bucket: Any, name_of: Callable[[Tensor], str], known: dict[int, tuple[Segment, ...]] | None = None
+) -> Bucket:
+    """A bucket over the memory of DDP's `GradBucket`. A sparse gradient comes as it is.
+
+    `known` keeps the segments of each bucket, as making thousands of them takes longer than to see that they still fit.
+    """
     params, flat = bucket.parameters(), bucket.buffer()
     if flat.is_complex():  # seen in torch 2.9.1; torch 2.13.0 passes two real values for each
         reason = f"DDP of torch {torch.__version__} passes complex gradients"
         raise RegisterError(f"{reason}; use torch 2.13, or real parameters")
-    segments = segments_of(params, [name_of(param) for param in params])
-    return Bucket(bucket.index(), flat, segments, bucket.is_last())
+    known, index = {} if known is None else known, bucket.index()
+    segments = known.get(index, ())
+    if len(segments) != len(params) or not all(s.param is param for s, param in zip(segments, params, strict=True)):
+        segments = known[index] = segments_of(params, [name_of(param) for param in params])
+    return Bucket(index, flat, segments, bucket.is_last())
 
 
 class _Carried(Uncopied):
@@ -177,6 +185,7 @@ class _Carried(Uncopied):
         self.group = group
         self._model = weakref.ref(model)
         self._names = {param: plain_name(name) for name, param in model.module.named_parameters()}
+        self._segments: dict[int, tuple[Segment, ...]] = {}
         self._live = True
         self._scale: Callable[[], float] | None = None
         self._watch_join(model)
@@ -201,7 +210,7 @@ class _Carried(Uncopied):
             model.register_forward_pre_hook(_interrupted)
 
     def _average(self, bucket: Any) -> Future[Tensor]:
-        ours = from_ddp(bucket, lambda param: self._names[param])
+        ours = from_ddp(bucket, lambda param: self._names[param], self._segments)
         pilot = self.hook.pilot
         if pilot is not None and self.hook.opens_step(ours):
             pilot.on_step()
