@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -60,7 +60,7 @@ class Rank:
         self._hooks.append(made)
         return made
 
-    def mean(self, spec: str | Exchange, grads: Sequence[Tensor], **options: int) -> Bucket:
+    def mean(self, spec: str | Exchange, grads: Sequence[Tensor], **options: Any) -> Bucket:
         """Average some gradients once and wait."""
         bucket = make_bucket(grads)
         self.hook(spec, **options).mean(bucket).wait()
