@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -83,6 +84,8 @@ if dist.get_rank() == 1:
 model(torch.randn(2, 8)).sum().backward()
 """
 
+TRITONS = re.compile(r"nanobind: leaked.*refleaks\.html", re.DOTALL)
+"""What Triton prints in a process that imported it with torch and was interrupted."""
 WAITS = """
 dist.init_process_group("gloo")
 model = DistributedDataParallel(torch.nn.Linear(8, 8))
@@ -181,7 +184,7 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path):
         out, err = launcher.communicate(timeout=240)
     finally:
         launcher.kill()
-    assert (launcher.returncode, out, err) == (130, "", "gradwire: interrupted\n")
+    assert (launcher.returncode, out, TRITONS.sub("", err)) == (130, "", "gradwire: interrupted\n")
     assert not any(alive(pid) for pid in pids(tmp_path))
 
 
