@@ -52,9 +52,9 @@ def withheld(bucket: Bucket, comm: Comm, residual: Tensor) -> Iterator[None]:
     DDP discards the mean of a parameter that no rank has used (`find_unused_parameters=True`). Its gradients are zero
     on all ranks. A residual that went into such a mean would be lost.
     """
-    sizes = torch.tensor([segment.numel for segment in bucket.segments], device=residual.device)
-    used = torch.stack([part.any() for part in bucket.flat.split([s.numel for s in bucket.segments])]).float()
-    unused = comm.all_reduce_(used).repeat_interleave(sizes, output_size=residual.numel()) == 0
+    numels = [segment.numel for segment in bucket.segments]
+    used = comm.all_reduce_(torch.stack([part.any() for part in bucket.flat.split(numels)]).float())
+    unused = torch.cat([flag.expand(numel) for flag, numel in zip((used == 0).unbind(), numels, strict=True)])
     kept = torch.where(unused, residual, 0.0)
     residual.masked_fill_(unused, 0.0)
     yield
