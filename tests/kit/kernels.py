@@ -1,0 +1,17 @@
+"""Compiles the kernels of all exchanges: `python -m tests.kit.kernels`.
+
+Numba keeps what it has compiled on disk. Tests that run at the same time and find nothing there would each compile
+every kernel for themselves, on each of their ranks.
+"""
+
+import torch
+
+from gradwire import kernels
+from gradwire.exchanges import EXCHANGES, exchange
+
+SPECS = (*EXCHANGES, "int4:allocate=true", "int8:rounding=stochastic", "int4:rounding=stochastic", "int4:hadamard=64")
+
+if __name__ == "__main__":
+    kernels.load()
+    for spec in SPECS:
+        exchange(spec).warm_up(torch.device("cpu"))
