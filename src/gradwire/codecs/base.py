@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 
 from gradwire.errors import SpecError
+from gradwire.kernels import pick
 from gradwire.kernels.memory import empty
 from gradwire.spec import changed, write
 
@@ -138,6 +139,42 @@ class Codec(ABC):
     def __str__(self) -> str:
         """The spec: the name, and the options that differ from their defaults."""
         return write(self.name, changed(self))
+
+
+class BlockCodec(Codec):
+    """A codec that codes block after block, with kernels of its own name.
+
+    A subclass is a dataclass with the field `block`, and names further arguments of its kernels in `options`.
+    """
+
+    __slots__ = ()
+    block: int
+
+    def __post_init__(self) -> None:
+        check_block(self.name, self.block)
+
+    @property
+    def align(self) -> int:
+        """Whole blocks."""
+        return self.block
+
+    @property
+    def options(self) -> tuple[Any, ...]:
+        """What the kernels must know besides the block size."""
+        return ()
+
+    def encode(self, flat: Tensor, out: Tensor | None = None) -> Tensor:
+        """The wire of `flat`."""
+        wire = self.new_wire(flat, out)
+        if flat.numel():
+            pick(self.name, flat).encode_(wire, flat, self.block, *self.options)
+        return wire
+
+    def decode_(self, out: Tensor, wire: Tensor, *, alpha: float = 1.0, add: bool = False) -> Tensor:
+        """Undo `encode`."""
+        if out.numel():
+            pick(self.name, out).decode_(out, wire, self.block, *self.options, alpha, add)
+        return out
 
 
 def new_total(own: Tensor) -> Tensor:

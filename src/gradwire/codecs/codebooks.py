@@ -24,57 +24,21 @@ class Codebook(NamedTuple):
     """The scale in units of the block's RMS; 0: the scale is the block's largest magnitude."""
 
 
-TRAINED: Mapping[tuple[str, int], Codebook] = MappingProxyType(
-    {
-        ("trained", 3): Codebook(
-            bits=3,
-            encoder=(5.38098, -2.45893, 0.959038, 0.0),
-            decoder=(0.183645, 0.0028578, 4.58609e-05, 6.46791e-06),
-            widest=0.0,
-        ),
-        ("trained", 4): Codebook(
-            bits=4,
-            encoder=(10.8503, -5.03128, 2.73622, -1.02933),
-            decoder=(0.091628, 0.000424754, -1.66286e-06, 9.44167e-08),
-            widest=0.0,
-        ),
-        ("trained", 5): Codebook(
-            bits=5,
-            encoder=(22.3158, -10.8785, 6.20946, -2.16904),
-            decoder=(0.0445155, 5.72621e-05, -9.36082e-08, 7.85357e-10),
-            widest=0.0,
-        ),
-        ("trained", 6): Codebook(
-            bits=6,
-            encoder=(44.7578, -19.6928, 8.93073, -2.54731),
-            decoder=(0.0221865, 6.79664e-06, -3.73708e-09, 6.55588e-12),
-            widest=0.0,
-        ),
-        ("lloyd", 1): Codebook(bits=1, encoder=(0.0, 0.0, 0.0, 0.0), decoder=(1.59577, 0.0, 0.0, 0.0), widest=1.0),
-        ("lloyd", 2): Codebook(
-            bits=2, encoder=(1.83351, 0.0, 0.0, 0.0), decoder=(0.496143, 0.0281483, 0.0, 0.0), widest=1.8
-        ),
-        ("lloyd", 3): Codebook(
-            bits=3,
-            encoder=(4.84715, -1.55017, 0.319892, 0.0),
-            decoder=(0.204316, 0.00266055, 4.66847e-05, 6.83977e-06),
-            widest=2.4,
-        ),
-        ("lloyd", 4): Codebook(
-            bits=4,
-            encoder=(11.5252, -5.32708, 1.62604, -0.19082),
-            decoder=(0.0861149, 0.000407079, -4.64716e-06, 1.54403e-07),
-            widest=3.0,
-        ),
-        ("lloyd", 5): Codebook(
-            bits=5,
-            encoder=(23.4975, -10.8348, 2.107, 0.558851),
-            decoder=(0.0417293, 7.80462e-05, -4.87497e-07, 2.42291e-09),
-            widest=3.2,
-        ),
-    }
+# Kind, bits, widest, encoder, decoder.
+_TABLE = (
+    ("trained", 3, 0.0, (5.38098, -2.45893, 0.959038, 0.0), (0.183645, 0.0028578, 4.58609e-05, 6.46791e-06)),
+    ("trained", 4, 0.0, (10.8503, -5.03128, 2.73622, -1.02933), (0.091628, 0.000424754, -1.66286e-06, 9.44167e-08)),
+    ("trained", 5, 0.0, (22.3158, -10.8785, 6.20946, -2.16904), (0.0445155, 5.72621e-05, -9.36082e-08, 7.85357e-10)),
+    ("trained", 6, 0.0, (44.7578, -19.6928, 8.93073, -2.54731), (0.0221865, 6.79664e-06, -3.73708e-09, 6.55588e-12)),
+    ("lloyd", 1, 1.0, (0.0, 0.0, 0.0, 0.0), (1.59577, 0.0, 0.0, 0.0)),
+    ("lloyd", 2, 1.8, (1.83351, 0.0, 0.0, 0.0), (0.496143, 0.0281483, 0.0, 0.0)),
+    ("lloyd", 3, 2.4, (4.84715, -1.55017, 0.319892, 0.0), (0.204316, 0.00266055, 4.66847e-05, 6.83977e-06)),
+    ("lloyd", 4, 3.0, (11.5252, -5.32708, 1.62604, -0.19082), (0.0861149, 0.000407079, -4.64716e-06, 1.54403e-07)),
+    ("lloyd", 5, 3.2, (23.4975, -10.8348, 2.107, 0.558851), (0.0417293, 7.80462e-05, -4.87497e-07, 2.42291e-09)),
 )
-
+TRAINED: Mapping[tuple[str, int], Codebook] = MappingProxyType(
+    {(kind, bits): Codebook(bits, encoder, decoder, widest) for kind, bits, widest, encoder, decoder in _TABLE}
+)
 """Made by `benchmarks/codebooks.py`; a test repeats that."""
 
 

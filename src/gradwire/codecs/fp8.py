@@ -8,27 +8,16 @@ Small values keep their relative precision, which integers of the same width do 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
-
-from gradwire.codecs.base import Codec, check_block
-from gradwire.kernels import pick
+from gradwire.codecs.base import BlockCodec
 
 
 @dataclass(frozen=True, slots=True)
-class FP8(Codec):
+class FP8(BlockCodec):
     """e4m3, one scale per block."""
 
     name: ClassVar[str] = "fp8"
     block: int = 256
     """Values that share a scale."""
-
-    def __post_init__(self) -> None:
-        check_block(self.name, self.block)
-
-    @property
-    def align(self) -> int:
-        """Whole blocks."""
-        return self.block
 
     @property
     def bound(self) -> float:
@@ -38,16 +27,3 @@ class FP8(Codec):
     def wire_bytes(self, numel: int) -> int:
         """One byte per value and 4 per block."""
         return -(-numel // self.block) * (self.block + 4)
-
-    def encode(self, flat: Tensor, out: Tensor | None = None) -> Tensor:
-        """Scale and round to nearest."""
-        wire = self.new_wire(flat, out)
-        if flat.numel():
-            pick("fp8", flat).encode_(wire, flat, self.block)
-        return wire
-
-    def decode_(self, out: Tensor, wire: Tensor, *, alpha: float = 1.0, add: bool = False) -> Tensor:
-        """Undo the scale."""
-        if out.numel():
-            pick("fp8", out).decode_(out, wire, self.block, alpha, add)
-        return out

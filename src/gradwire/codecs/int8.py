@@ -18,8 +18,25 @@ from gradwire.spec import coerce
 Rounding = Literal["nearest", "stochastic"]
 
 
+class RoundingCodec(Codec):
+    """A codec that may round stochastically: a dataclass with these fields."""
+
+    __slots__ = ()
+    rounding: Rounding
+    seed: int
+
+    @property
+    def is_random(self) -> bool:
+        """With stochastic rounding."""
+        return self.rounding == "stochastic"
+
+    def seeded(self, *salt: object) -> Self:
+        """With a seed of its own, if it rounds stochastically."""
+        return dataclasses.replace(self, seed=mixed(self.seed, *salt)) if self.is_random else self  # type: ignore[type-var]
+
+
 @dataclass(frozen=True, slots=True)
-class Int8(Codec):
+class Int8(RoundingCodec):
     """8-bit integers, one scale per block."""
 
     name: ClassVar[str] = "int8"
@@ -33,15 +50,6 @@ class Int8(Codec):
     def __post_init__(self) -> None:
         check_block(self.name, self.block)
         coerce(f"{self.name}: rounding", self.rounding, Rounding)
-
-    @property
-    def is_random(self) -> bool:
-        """With stochastic rounding."""
-        return self.rounding == "stochastic"
-
-    def seeded(self, *salt: object) -> Self:
-        """With a seed of its own, if it rounds stochastically."""
-        return dataclasses.replace(self, seed=mixed(self.seed, *salt)) if self.is_random else self
 
     @property
     def align(self) -> int:

@@ -7,16 +7,15 @@ as NaN. A scale byte is the distance from there in 16ths of a binade, so 4.13 bi
 4 bits. Codes lie in bit planes (`gradwire.kernels.grid`), levels are polynomials (`gradwire.codecs.codebooks`).
 """
 
-import dataclasses
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Literal
 
 from torch import Tensor, compiler
 
-from gradwire.codecs.base import Codec, check_block, mixed, zero_end_
+from gradwire.codecs.base import check_block, zero_end_
 from gradwire.codecs.codebooks import TRAINED, codebook
-from gradwire.codecs.int8 import Rounding
+from gradwire.codecs.int8 import Rounding, RoundingCodec
 from gradwire.errors import SpecError
 from gradwire.kernels import pick
 from gradwire.kernels.grid import REACH, TILE_BLOCKS, Grid
@@ -27,7 +26,7 @@ Group = Literal[0, 64, 128, 256]
 
 
 @dataclass(frozen=True, slots=True)
-class Levels(Codec):
+class Levels(RoundingCodec):
     """The base class of int2 to int6, which differ in their width and defaults."""
 
     name: ClassVar[str]
@@ -64,16 +63,7 @@ class Levels(Codec):
     def grid(self) -> Grid:
         """What the kernels need."""
         make = _grid if compiler.is_compiling() else _kept_grid  # the compiler warns of caches
-        return make(self.bits, self.block, self.codebook, self.hadamard, self.rounding == "stochastic")
-
-    @property
-    def is_random(self) -> bool:
-        """With stochastic rounding."""
-        return self.rounding == "stochastic"
-
-    def seeded(self, *salt: object) -> Self:
-        """With a seed of its own, if it rounds stochastically."""
-        return dataclasses.replace(self, seed=mixed(self.seed, *salt)) if self.is_random else self
+        return make(self.bits, self.block, self.codebook, self.hadamard, self.is_random)
 
     @property
     def align(self) -> int:

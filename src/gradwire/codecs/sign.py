@@ -10,26 +10,17 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from gradwire.codecs.base import Codec, check_block
-from gradwire.kernels import pick
+from gradwire.codecs.base import BlockCodec
 
 
 @dataclass(frozen=True, slots=True)
-class Sign(Codec):
+class Sign(BlockCodec):
     """Signs, one scale per block."""
 
     name: ClassVar[str] = "sign"
     exempts_small: ClassVar[bool] = True
     block: int = 256
     """Values that share a scale."""
-
-    def __post_init__(self) -> None:
-        check_block(self.name, self.block)
-
-    @property
-    def align(self) -> int:
-        """Whole blocks."""
-        return self.block
 
     @property
     def bound(self) -> float:
@@ -41,16 +32,8 @@ class Sign(Codec):
         blocks = -(-numel // self.block)
         return -(-blocks * self.block // 32) * 4 + 4 * blocks
 
-    def encode(self, flat: Tensor, out: Tensor | None = None) -> Tensor:
-        """Signs, and the mean magnitude."""
-        wire, signs = self.new_wire(flat, out), -(-flat.numel() // self.block) * self.block // 8
-        wire.narrow(0, signs, -signs % 4).zero_()  # the padding before the scales
-        if flat.numel():
-            pick("sign", flat).encode_(wire, flat, self.block)
+    def new_wire(self, flat: Tensor, out: Tensor | None = None) -> Tensor:
+        """With zeros in the padding before the scales too."""
+        wire, signs = BlockCodec.new_wire(self, flat, out), -(-flat.numel() // self.block) * self.block // 8
+        wire.narrow(0, signs, -signs % 4).zero_()
         return wire
-
-    def decode_(self, out: Tensor, wire: Tensor, *, alpha: float = 1.0, add: bool = False) -> Tensor:
-        """Plus or minus the scale."""
-        if out.numel():
-            pick("sign", out).decode_(out, wire, self.block, alpha, add)
-        return out

@@ -8,15 +8,12 @@ Choosing within blocks costs a few passes over memory where a sort costs dozens,
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
-
-from gradwire.codecs.base import Codec, check_block
+from gradwire.codecs.base import BlockCodec, check_block
 from gradwire.errors import SpecError
-from gradwire.kernels import pick
 
 
 @dataclass(frozen=True, slots=True)
-class TopK(Codec):
+class TopK(BlockCodec):
     """The largest `ratio` of each block. Use it with feedback, or most of the gradient is never applied."""
 
     name: ClassVar[str] = "topk"
@@ -38,9 +35,9 @@ class TopK(Codec):
         return max(1, round(self.ratio * self.block))
 
     @property
-    def align(self) -> int:
-        """Whole blocks."""
-        return self.block
+    def options(self) -> tuple[int]:
+        """The number of values sent per block."""
+        return (self.kept,)
 
     @property
     def bound(self) -> float:
@@ -50,16 +47,3 @@ class TopK(Codec):
     def wire_bytes(self, numel: int) -> int:
         """4 bytes for each value that is sent."""
         return -(-numel // self.block) * self.kept * 4
-
-    def encode(self, flat: Tensor, out: Tensor | None = None) -> Tensor:
-        """Choose the largest values of each block."""
-        wire = self.new_wire(flat, out)
-        if flat.numel():
-            pick("topk", flat).encode_(wire, flat, self.block, self.kept)
-        return wire
-
-    def decode_(self, out: Tensor, wire: Tensor, *, alpha: float = 1.0, add: bool = False) -> Tensor:
-        """Put the values where they were; 0 elsewhere."""
-        if out.numel():
-            pick("topk", out).decode_(out, wire, self.block, self.kept, alpha, add)
-        return out
