@@ -49,18 +49,17 @@ gradwire advise --max-error 0.1 --hooks int8 int4 powersgd:rank=8 --nproc 2 trai
 def add(verbs: Any, line: str) -> None:
     """Add the verb and its options."""
     parser = add_verb(verbs, "advise", line, DESCRIPTION, EXAMPLES)
-    parser.add_argument(
+    option = parser.add_argument
+    option(
         "--max-error",
         type=functools.partial(error_limit, finite=True),
         default=0.02,
         help="largest relative error of the mean (default: %(default)s)",
     )
-    parser.add_argument("--hooks", nargs="+", default=[], metavar="SPEC", help="hooks to choose from (default: all)")
-    parser.add_argument(
-        "--steps", type=int, default=STEPS, help="steps to time for the headroom (default: %(default)s)"
-    )
+    option("--hooks", nargs="+", default=[], metavar="SPEC", help="hooks to choose from (default: all)")
+    option("--steps", type=int, default=STEPS, help="steps to time for the headroom (default: %(default)s)")
     add_link(parser)
-    parser.add_argument("--report", type=Path, metavar="PATH", help="write a page with charts, such as report.html")
+    option("--report", type=Path, metavar="PATH", help="write a page with charts, such as report.html")
     add_json(parser)
     add_script(parser, required=False)
     parser.set_defaults(run=run)
@@ -78,13 +77,7 @@ def run(args: argparse.Namespace) -> None:
         progress(sys.stderr, title) if script is None else nullcontext(Lines(sys.stderr, title).show) as report,
     ):
         advice = advise(
-            script,
-            hooks=args.hooks,
-            max_error=args.max_error,
-            steps=args.steps,
-            link=args.link,
-            report=report,
-            **ranks,
+            script, hooks=args.hooks, max_error=args.max_error, steps=args.steps, link=args.link, report=report, **ranks
         )
     if advice is not None:
         if args.report is not None:

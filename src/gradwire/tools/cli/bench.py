@@ -32,28 +32,27 @@ gradwire report records.jsonl
 def add(verbs: Any, line: str) -> None:
     """Add the verb and its options."""
     parser = add_verb(verbs, "bench", line, DESCRIPTION, EXAMPLES)
-    parser.add_argument(
+    option = parser.add_argument
+    option(
         "--hooks",
         nargs="+",
         default=[],
         metavar="HOOK",
         help=f"specs; {' and '.join(BASELINES)} are always measured too (default: {' '.join(all_hooks())})",
     )
-    parser.add_argument("--ranks", nargs="+", type=int, default=[2], metavar="N", help="local processes (default: 2)")
-    parser.add_argument(
+    option("--ranks", nargs="+", type=int, default=[2], metavar="N", help="local processes (default: 2)")
+    option(
         "--links",
         nargs="+",
         default=[NO_LINK],
         metavar="LINK",
         help="links to emulate, such as 1gbit or 100mbit,latency=5ms; none is the real link (default: none)",
     )
-    parser.add_argument("--steps", type=int, default=STEPS, help="training steps per cell (default: %(default)s)")
-    parser.add_argument("--repeats", type=int, default=1, help="runs per cell, each with its own seed (default: 1)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the first repeat (default: 0)")
-    parser.add_argument(
-        "--out", type=Path, default=Path("records.jsonl"), help="file of records (default: %(default)s)"
-    )
-    parser.add_argument("--resume", action="store_true", help="continue an existing file: measure what it lacks")
+    option("--steps", type=int, default=STEPS, help="training steps per cell (default: %(default)s)")
+    option("--repeats", type=int, default=1, help="runs per cell, each with its own seed (default: 1)")
+    option("--seed", type=int, default=0, help="seed of the first repeat (default: 0)")
+    option("--out", type=Path, default=Path("records.jsonl"), help="file of records (default: %(default)s)")
+    option("--resume", action="store_true", help="continue an existing file: measure what it lacks")
     add_json(parser)
     parser.set_defaults(run=run)
 

@@ -39,26 +39,19 @@ gradwire demo --nproc 4 --seed 1 --json > demo.json
 def add(verbs: Any, line: str) -> None:
     """Add the verb and its options."""
     parser = add_verb(verbs, "demo", line, DESCRIPTION, EXAMPLES)
-    parser.add_argument(
-        "--link", default=LINK, help=f"link to emulate; {NO_LINK} is the real one (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--nproc", type=int, default=Settings().nproc, help="number of local processes (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--steps", type=int, default=STEPS, help="steps for the headroom and under each hook (default: %(default)s)"
-    )
-    parser.add_argument(
+    option = parser.add_argument
+    option("--link", default=LINK, help=f"link to emulate; {NO_LINK} is the real one (default: %(default)s)")
+    option("--nproc", type=int, default=Settings().nproc, help="number of local processes (default: %(default)s)")
+    option("--steps", type=int, default=STEPS, help="steps for the headroom and under each hook (default: %(default)s)")
+    option(
         "--hooks",
         nargs="+",
         default=[],
         metavar="HOOK",
         help=f"hooks to choose from and to train (default: choose from all, train {' '.join(TRAINED)})",
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the training (default: %(default)s)")
-    parser.add_argument(
-        "--report", type=Path, default=PAGE, metavar="PATH", help="page to write (default: %(default)s)"
-    )
+    option("--seed", type=int, default=0, help="seed of the training (default: %(default)s)")
+    option("--report", type=Path, default=PAGE, metavar="PATH", help="page to write (default: %(default)s)")
     add_json(parser)
     parser.set_defaults(run=run)
 

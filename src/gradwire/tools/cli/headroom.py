@@ -13,6 +13,7 @@ from gradwire.tools.launch.launch import is_rank
 from gradwire.tools.measure.headroom import FEW, STEPS, Headroom, headroom
 from gradwire.tools.records.jsonl import json_text
 from gradwire.tools.records.progress import Lines, progress
+from gradwire.tools.records.records import quartiles
 from gradwire.tools.records.table import text_table
 
 DESCRIPTION = """\
@@ -32,11 +33,10 @@ WIDTH = 100
 def add(verbs: Any, line: str) -> None:
     """Add the verb and its options."""
     parser = add_verb(verbs, "headroom", line, DESCRIPTION, EXAMPLES)
-    parser.add_argument(
-        "--steps", type=int, default=STEPS, help="steps to time, of both kinds together (default: %(default)s)"
-    )
+    option = parser.add_argument
+    option("--steps", type=int, default=STEPS, help="steps to time, of both kinds together (default: %(default)s)")
     add_link(parser)
-    parser.add_argument("--stop", action="store_true", help="end the script when the steps are timed")
+    option("--stop", action="store_true", help="end the script when the steps are timed")
     add_json(parser)
     add_script(parser, required=False)
     parser.set_defaults(run=run)
@@ -81,5 +81,5 @@ def to_text(result: Headroom) -> str:
 
 
 def _times(times_s: tuple[float, ...]) -> tuple[str, str]:
-    low_s, _, high_s = statistics.quantiles(times_s, n=4, method="inclusive")
+    low_s, high_s = quartiles(times_s)
     return f"{statistics.median(times_s) * 1e3:.2f}", f"{low_s * 1e3:.2f} to {high_s * 1e3:.2f}"

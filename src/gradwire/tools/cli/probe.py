@@ -25,9 +25,10 @@ FIT_HEADS = ("latency us", "Mbit/s sent", "R^2")
 def add(verbs: Any, line: str) -> None:
     """Add the verb and its options."""
     parser = add_verb(verbs, "probe", line, DESCRIPTION, EXAMPLES)
-    parser.add_argument("--nproc", type=int, default=2, help="number of local processes (default: %(default)s)")
+    option = parser.add_argument
+    option("--nproc", type=int, default=2, help="number of local processes (default: %(default)s)")
     add_link(parser)
-    parser.add_argument(
+    option(
         "--pairs",
         action="store_true",
         default=None,

@@ -22,14 +22,11 @@ gradwire report records.jsonl --format md
 def add(verbs: Any, line: str) -> None:
     """Add the verb and its options."""
     parser = add_verb(verbs, "report", line, DESCRIPTION, EXAMPLES)
-    parser.add_argument("records", type=Path, help="file of records")
-    parser.add_argument(
-        "--out", type=Path, help=f"file to write, - for stdout (default: {PAGE} for html, stdout for md)"
-    )
-    parser.add_argument(
-        "--format", choices=("html", "md"), default="html", help="format of the report (default: %(default)s)"
-    )
-    parser.add_argument(
+    option = parser.add_argument
+    option("records", type=Path, help="file of records")
+    option("--out", type=Path, help=f"file to write, - for stdout (default: {PAGE} for html, stdout for md)")
+    option("--format", choices=("html", "md"), default="html", help="format of the report (default: %(default)s)")
+    option(
         "--json", action="store_true", help="print the recommendation and the path as JSON; the page is written as well"
     )
     parser.set_defaults(run=run)

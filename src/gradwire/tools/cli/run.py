@@ -24,11 +24,10 @@ torchrun --nnodes 2 --nproc-per-node 8 ... -m gradwire.run --hook int4 train.py
 def add(verbs: Any, line: str) -> None:
     """Add the verb and its options."""
     parser = add_verb(verbs, "run", line, DESCRIPTION, EXAMPLES)
-    parser.add_argument(
-        "--hook", required=True, metavar="SPEC", help="the hook, such as bf16, int4, powersgd:rank=2 or auto"
-    )
+    option = parser.add_argument
+    option("--hook", required=True, metavar="SPEC", help="the hook, such as bf16, int4, powersgd:rank=2 or auto")
     add_link(parser)
-    parser.add_argument(
+    option(
         "--json",
         action="store_true",
         help="after the script's output, print what the hook has done as one line of JSON",

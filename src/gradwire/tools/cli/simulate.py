@@ -40,10 +40,9 @@ LIMITS = (0.02, 0.2, math.inf)
 def add(verbs: Any, line: str) -> None:
     """Add the verb and its options."""
     parser = add_verb(verbs, "simulate", line, DESCRIPTION, EXAMPLES)
-    parser.add_argument(
-        "--ranks", default="2..512", help="numbers of ranks: 8..512 (doubling) or 2,4,6 (default: %(default)s)"
-    )
-    parser.add_argument(
+    option = parser.add_argument
+    option("--ranks", default="2..512", help="numbers of ranks: 8..512 (doubling) or 2,4,6 (default: %(default)s)")
+    option(
         "--link",
         "--links",
         dest="links",
@@ -51,28 +50,24 @@ def add(verbs: Any, line: str) -> None:
         metavar="LINK",
         help=f"link of each rank, one or several (default: {LINK}; for a page {' '.join(LINKS)})",
     )
-    parser.add_argument("--latency", metavar="TIME", help="one-way latency of the links, such as 50us")
-    parser.add_argument(
-        "--compute", default="100ms", metavar="TIME", help="step time without communication (default: %(default)s)"
-    )
-    parser.add_argument(
+    option("--latency", metavar="TIME", help="one-way latency of the links, such as 50us")
+    option("--compute", default="100ms", metavar="TIME", help="step time without communication (default: %(default)s)")
+    option(
         "--params",
         default="124M",
         metavar="N",
         help="parameters of the model, such as 124M or 1.3B (default: %(default)s)",
     )
-    parser.add_argument("--hooks", nargs="+", default=list(EXCHANGES), metavar="HOOK", help="specs (default: all)")
-    parser.add_argument(
-        "--cores", type=float, default=1.0, help="cores of each rank, shared with backward (default: 1)"
-    )
-    parser.add_argument(
+    option("--hooks", nargs="+", default=list(EXCHANGES), metavar="HOOK", help="specs (default: all)")
+    option("--cores", type=float, default=1.0, help="cores of each rank, shared with backward (default: 1)")
+    option(
         "--codec-speed",
         type=float,
         default=1.0,
         metavar="X",
         help="how many times as fast a core is as one of this machine (default: 1)",
     )
-    parser.add_argument(
+    option(
         "--max-error",
         nargs="+",
         type=error_limit,
@@ -80,7 +75,7 @@ def add(verbs: Any, line: str) -> None:
         metavar="E",
         help="largest relative error of the mean on random values; one pick for each (default: 0.02 0.2 inf)",
     )
-    parser.add_argument("--report", type=Path, metavar="PATH", help="write a page, such as winners.html")
+    option("--report", type=Path, metavar="PATH", help="write a page, such as winners.html")
     add_json(parser)
     parser.set_defaults(run=run)
 
