@@ -44,17 +44,7 @@ HOMES = {
     "register": "models.ddp",
 }
 """By public name, the module that has it: imported at the first use of the name, as torch takes seconds to load."""
-SUBMODULES = (
-    "advisor",
-    "codecs",
-    "ddp_comm_hooks",
-    "errors",
-    "exchanges",
-    "kernels",
-    "optim",
-    "report",
-    "testing",
-)
+SUBMODULES = ("advisor", "codecs", "ddp_comm_hooks", "errors", "exchanges", "kernels", "optim", "report", "testing")
 """Imported in the same way, as in `gradwire.optim.step_in_backward`."""
 
 if TYPE_CHECKING:

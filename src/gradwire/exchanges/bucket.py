@@ -14,14 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-GRADIENT_DTYPES = (
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.complex64,
-    torch.complex128,
-)
+GRADIENT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 """The types that can be averaged. Complex gradients travel as pairs of real numbers."""
 
 

@@ -142,11 +142,7 @@ def _decoded(codec: Codec | None, values: Tensor, wire: Tensor | None, alpha: fl
 
 
 def coded_message(
-    values: Sequence[Tensor],
-    numels: Sequence[int],
-    exempt: Sequence[bool],
-    codecs: Sequence[Codec],
-    one_shot: bool,
+    values: Sequence[Tensor], numels: Sequence[int], exempt: Sequence[bool], codecs: Sequence[Codec], one_shot: bool
 ) -> tuple[Tensor, list[Tensor]]:
     """`coded_mean` of whole messages of runs with `numels` values each; exempt ones travel in float32.
 

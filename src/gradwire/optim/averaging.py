@@ -20,7 +20,7 @@ from gradwire.errors import RegisterError, SpecError, StateError
 from gradwire.exchanges import Exchange
 from gradwire.exchanges import exchange as exchange_of
 from gradwire.models.ddp import make_hook
-from gradwire.optim.fragments import Named, by_type, check_parameters, digest, own_group, wait_for
+from gradwire.optim.fragments import Named, by_type, check_parameters, digest, own_group, wait_for, whole
 
 Params = Iterable[Tensor] | Iterable[Mapping[str, Any]]
 """`model.parameters()`, or `optimizer.param_groups`."""
@@ -31,7 +31,7 @@ class _Averager(ModelAverager):
 
     def __init__(self, warmup_steps: int, process_group: dist.ProcessGroup | None, exchange: str | Exchange) -> None:
         super().__init__(own_group(process_group))
-        self.warmup_steps = _whole("warmup_steps", warmup_steps, 0)
+        self.warmup_steps = whole("warmup_steps", warmup_steps, 0)
         self.exchange = exchange_of(exchange)
         self._named: Named = []
         self._agreed: dict[str, str] = {}
@@ -107,7 +107,7 @@ class PeriodicModelAverager(_Averager):
         exchange: str | Exchange = "exact",
     ) -> None:
         super().__init__(warmup_steps, process_group, exchange)
-        self.period = _whole("period", period, 1)
+        self.period = whole("period", period, 1)
         _warn_of_one(period)
 
     def _group_now(self) -> tuple[str, dist.ProcessGroup] | None:
@@ -233,19 +233,13 @@ def _check_levels(levels: Mapping[int, int], size: int) -> None:
         raise SpecError("period_group_size_dict must hold at least one period: group size")
     periods, sizes = list(levels), list(levels.values())
     for number in (*periods, *sizes):
-        _whole("every number in period_group_size_dict", number, 1)
+        whole("every number in period_group_size_dict", number, 1)
     if periods != sorted(periods) or sizes != sorted(sizes):
         raise SpecError(f"period_group_size_dict must be sorted by period, with groups that grow, got {dict(levels)}")
     if sizes[-1] != size:
         raise SpecError(f"the last group size must be that of the process group ({size}), got {sizes[-1]}")
     if any(size % part for part in sizes):
         raise SpecError(f"group sizes must divide the process group's {size} ranks, got {sizes}")
-
-
-def _whole(name: str, value: int, least: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise SpecError(f"{name} must be a whole number of at least {least}, got {value!r}")
-    return value
 
 
 def _warn_of_one(period: int) -> None:

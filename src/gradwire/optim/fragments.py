@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from gradwire.errors import ExchangeError, RegisterError
+from gradwire.errors import ExchangeError, RegisterError, SpecError
 from gradwire.exchanges.bucket import Bucket, segments_of
 from gradwire.models.checks import check_types
 
@@ -106,6 +106,13 @@ def digest(named: Named) -> str:
     """A short text that is the same for the same names, shapes and types, in the same order."""
     text = repr([(name, tuple(param.shape), str(param.dtype)) for name, param in named])
     return f"{len(named)} tensors, {hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+def whole(name: str, value: int, least: int) -> int:
+    """Return the value; raise SpecError if it is not a whole number of at least `least`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise SpecError(f"{name} must be a whole number of at least {least}, got {value!r}")
+    return value
 
 
 def own_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:

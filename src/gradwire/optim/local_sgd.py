@@ -35,7 +35,7 @@ from gradwire.exchanges import Exchange
 from gradwire.exchanges import exchange as exchange_of
 from gradwire.exchanges.base import Comm
 from gradwire.models.ddp import make_hook
-from gradwire.optim.fragments import Fragment, Named, check_parameters, cut, digest, own_group
+from gradwire.optim.fragments import Fragment, Named, check_parameters, cut, digest, own_group, whole
 from gradwire.optim.rounds import Rounds, Transfer
 
 _active: weakref.WeakKeyDictionary[nn.Module, weakref.ref[LocalSGD]] = weakref.WeakKeyDictionary()
@@ -300,9 +300,8 @@ def _check_optimizer(named: Named, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _check_schedule(sync_every: int, fragments: int, delay: int, tensors: int) -> None:
-    for name, value in (("sync_every", sync_every), ("fragments", fragments)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise SpecError(f"{name} must be a whole number of at least 1, got {value!r}")
+    whole("sync_every", sync_every, 1)
+    whole("fragments", fragments, 1)
     if fragments > min(sync_every, tensors):
         raise SpecError(
             f"fragments must be at most sync_every ({sync_every}) and the parameters ({tensors}), got {fragments}"

@@ -7,12 +7,4 @@ test per contract with `pytest.mark.parametrize("check", CODEC_CHECKS)`.
 from gradwire.testing.contracts.codecs import CODEC_CHECKS, check_codec, gaussian, heavy_tailed, layered
 from gradwire.testing.contracts.exchanges import EXCHANGE_CHECKS, check_exchange
 
-__all__ = [
-    "CODEC_CHECKS",
-    "EXCHANGE_CHECKS",
-    "check_codec",
-    "check_exchange",
-    "gaussian",
-    "heavy_tailed",
-    "layered",
-]
+__all__ = ["CODEC_CHECKS", "EXCHANGE_CHECKS", "check_codec", "check_exchange", "gaussian", "heavy_tailed", "layered"]

@@ -102,10 +102,7 @@ class EmulatedLink:
     """
 
     def __init__(
-        self,
-        link: Link,
-        clock: Callable[[], float] = time.perf_counter,
-        sleep: Callable[[float], None] = time.sleep,
+        self, link: Link, clock: Callable[[], float] = time.perf_counter, sleep: Callable[[float], None] = time.sleep
     ) -> None:
         self.link = link
         self.busy_until = -math.inf

@@ -30,12 +30,7 @@ _to_write: list[Callable[[], None]] = []
 
 
 def run(
-    script: Script,
-    spec: str,
-    *,
-    link: str | None = None,
-    nproc: int | None = None,
-    torchrun: Sequence[str] = (),
+    script: Script, spec: str, *, link: str | None = None, nproc: int | None = None, torchrun: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
     """Run a script under a hook.
 

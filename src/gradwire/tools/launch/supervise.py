@@ -90,10 +90,7 @@ def supervise(commands: Sequence[Command], notes: Notes, enough: Callable[[], bo
 
 
 def _wait(
-    running: Sequence[subprocess.Popen[bytes]],
-    commands: Sequence[Command],
-    notes: Notes,
-    enough: Callable[[], bool],
+    running: Sequence[subprocess.Popen[bytes]], commands: Sequence[Command], notes: Notes, enough: Callable[[], bool]
 ) -> None:
     while any(process.poll() is None for process in running) and not enough():
         if any(process.poll() for process in running):

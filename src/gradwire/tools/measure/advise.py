@@ -31,7 +31,7 @@ from gradwire.tools.launch.supervise import RunFailed
 from gradwire.tools.measure.headroom import STEPS, Headroom, built_in, headroom
 from gradwire.tools.measure.survey import ALWAYS, MOST_STEPS, TYPICAL_STEPS, Survey
 from gradwire.tools.records.recommend import BASELINE, PAYS, Option, Recommendation, recommend
-from gradwire.tools.records.records import Split
+from gradwire.tools.records.records import Split, quartiles
 
 _taken: set[str] = set()
 """Folders of the plans whose first model this process has surveyed."""
@@ -57,10 +57,7 @@ class Row:
     @property
     def quartiles_s(self) -> tuple[float, float] | None:
         """Lower and upper quartile of `step_s`, if it was measured."""
-        if len(self.step_s) < 2:
-            return None
-        low_s, _, high_s = statistics.quantiles(self.step_s, n=4, method="inclusive")
-        return low_s, high_s
+        return quartiles(self.step_s) if len(self.step_s) > 1 else None
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Row:

@@ -29,6 +29,7 @@ from gradwire.tools.measure.alternate import (
     communicates,
 )
 from gradwire.tools.records.recommend import NETWORK_BOUND
+from gradwire.tools.records.records import quartiles
 
 STEPS = 80
 MIN_ROUNDS, SURE_ROUNDS, FEW = 2, 4, 6
@@ -176,27 +177,32 @@ def headroom(
     job = {"steps": steps, "link": None if link is None else str(Link.parse(link))}
     if script is None:
         script, nproc = built_in(WARM_UP + steps + len(ORDER) + EXTRA_STEPS, nproc)
-
-    is_told = False
     with new_plan("headroom", "gradwire.tools.measure.headroom:timed", job) as plan:
-
-        def enough() -> bool:
-            nonlocal is_told
-            notes = plan.read("times")
-            done = len((_first(notes) or max(notes, key=_steps, default={"times": []}))["times"])
-            report(min(done / steps, 1.0), f"step {done} of {steps}" if done else "warming up")
-            if tell is not None and not is_told and done >= steps:
-                is_told = True
-                if (result := _result(plan)) is not None:
-                    tell(result)
-            return stop and done >= steps
-
+        watch = _Watch(plan, report, tell)
         try:
-            follow(plan, script, nproc, torchrun, enough=enough)
+            follow(plan, script, nproc, torchrun, enough=lambda: watch.is_done() and stop)
         except RunFailed:  # perhaps after the last timed step: then there is a result nevertheless
-            enough()
+            watch.is_done()
             raise
         return _result(plan)
+
+
+class _Watch:
+    """Watches a run: reports its progress, and tells its result once, as soon as there is one."""
+
+    def __init__(self, plan: RunPlan, report: Report, tell: Callable[[Headroom], None] | None) -> None:
+        self._plan, self._report, self._tell = plan, report, tell
+
+    def is_done(self) -> bool:
+        """Whether all steps are timed."""
+        notes, steps = self._plan.read("times"), self._plan.job["steps"]
+        done = len((_first(notes) or max(notes, key=_steps, default={"times": []}))["times"])
+        self._report(min(done / steps, 1.0), f"step {done} of {steps}" if done else "warming up")
+        if self._tell is not None and done >= steps:
+            tell, self._tell = self._tell, None
+            if (result := _result(self._plan)) is not None:
+                tell(result)
+        return bool(done >= steps)
 
 
 def built_in(steps: int, nproc: int | None) -> tuple[Script, int | None]:
@@ -264,5 +270,8 @@ def _result(plan: RunPlan) -> Headroom | None:
 
 
 def _summary(times_s: Sequence[float]) -> dict[str, Any]:
-    low_s, _, high_s = statistics.quantiles(times_s, n=4, method="inclusive")
-    return {"steps": len(times_s), "median_s": statistics.median(times_s), "quartiles_s": [low_s, high_s]}
+    return {
+        "steps": len(times_s),
+        "median_s": statistics.median(times_s),
+        "quartiles_s": list(quartiles(times_s)),
+    }

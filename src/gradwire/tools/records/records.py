@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -106,10 +106,7 @@ class Record:
     @property
     def quartiles_s(self) -> tuple[float, float]:
         """Lower and upper quartile of the step time."""
-        if len(self.step_s) < 2:
-            return self.step_s[0], self.step_s[0]
-        low, _, high = statistics.quantiles(self.step_s, n=4, method="inclusive")
-        return low, high
+        return quartiles(self.step_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -217,6 +214,12 @@ class Run:
             "record": self.record.as_dict(),
             "step": summary,
         }
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float]:
+    """The lower and the upper quartile."""
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
+    return low, high
 
 
 def conditions(settings: Settings, origin: Origin) -> dict[str, Any]:
