@@ -60,18 +60,14 @@ class Pilot:
         self.reason = "measuring"
         """Why the hook uses its exchange, in a sentence."""
         self._hook = hook
-        self._warm_up()
+        self._exchanges = {spec: exchange(spec) for spec in self.settings.specs}
+        for each in self._exchanges.values():  # compiles all kernels now and not in a step
+            each.warm_up(hook.device)
         self._errors: dict[str, float] = {}
         self._chosen: str | None = None
-        self._exchanges = {spec: exchange(spec) for spec in self.settings.specs}
         self._agreed: set[str] = set()
         self._start_over()
         _pilots.add(self)
-
-    def _warm_up(self) -> None:
-        """Compile all kernels now and not in a step."""
-        for spec in self.settings.specs:
-            exchange(spec).warm_up(self._hook.device)
 
     def _start_over(self) -> None:
         self._step = self._waited = self._tick = 0

@@ -4,9 +4,10 @@ A hook knows its process group but not the model. One engine serves all models t
 made for the first bucket.
 """
 
+import dataclasses
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -68,6 +69,14 @@ def group_or_world(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     if world is None:
         raise ValueError("Default process group has not been initialized, please call init_process_group().")
     return world
+
+
+def grads_in(bucket: Bucket, mean: Tensor) -> Sequence[Tensor]:
+    """The gradients of the parameters in the result of a hook, which may be in other memory and of another type."""
+    if mean.is_sparse:
+        return (mean,)
+    flat = mean.reshape(-1).to(bucket.params[0].dtype.to_real())
+    return dataclasses.replace(bucket, flat=flat).grads
 
 
 def check_bucket(bucket: Any, hook: str, instead: str) -> None:

@@ -43,7 +43,9 @@ class WholeInt8(Codec):
         wire = self.new_wire(flat, out)
         if flat.numel():
             values, (scales, codes) = flat.float(), self._parts(wire, flat.numel())
-            scales.copy_(_scales(self._largest(values)))
+            largest = self._largest(values)
+            fine = (largest * INVERSE_127).clamp(min=SMALLEST)
+            scales.copy_(torch.where(torch.isfinite(largest), fine, float("nan")))
             scaled = values * self._by_value(scales.reciprocal(), flat.numel())
             codes.copy_(scaled.round_().clamp_(-127, 127).nan_to_num_(0.0))
         return wire
@@ -77,7 +79,3 @@ class WholeInt8(Codec):
         if by_row.numel() == 1:
             return by_row
         return by_row.view(-1, 1).expand(-1, self._width(numel)).reshape(-1).narrow(0, 0, numel)
-
-
-def _scales(largest: Tensor) -> Tensor:
-    return torch.where(torch.isfinite(largest), (largest * INVERSE_127).clamp(min=SMALLEST), float("nan"))

@@ -9,7 +9,6 @@ torch's own version of step 2 confuses ranks of the world with ranks of the grou
 the memory of parameters under DDP. So this module does all of it, and torch only makes and steps the local optimizer.
 """
 
-import dataclasses
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire._torch.ddp import has_rebuilt_buckets
 from gradwire._torch.optim import zero_device, zero_start, zero_step
+from gradwire.ddp_comm_hooks._group import grads_in
 from gradwire.engine.runner import Job
 from gradwire.errors import ExchangeError
 from gradwire.exchanges import Exact
@@ -108,7 +108,7 @@ class ZeroStep:
     def _step(self, bucket: Bucket, mean: Tensor) -> None:
         """Step this rank's parameters with the hook's result, which may be in other memory than the bucket."""
         rank = self._zero.rank
-        pairs = zip(bucket.params, _grads(bucket, mean), strict=True)
+        pairs = zip(bucket.params, grads_in(bucket, mean), strict=True)
         own = {param: grad for param, grad in pairs if param in self._used and self._owner[param] == rank}
         if own:
             with self._stepping:  # jobs of several buckets run at once, and optimizers are not thread-safe
@@ -195,13 +195,6 @@ def _pieces(part: Tensor, params: Params) -> Iterator[tuple[Tensor, Tensor]]:
     for param in params:
         yield part[at : at + param.numel()].view(param.shape), param
         at += param.numel()
-
-
-def _grads(bucket: Bucket, mean: Tensor) -> Sequence[Tensor]:
-    """The gradients of a bucket's parameters in the result of its hook."""
-    if mean.is_sparse:
-        return (mean,)
-    return dataclasses.replace(bucket, flat=mean.reshape(-1).to(bucket.flat.dtype)).grads
 
 
 def _follow_schedule(zero: Any) -> None:

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire._torch import GradBucket
 from gradwire._torch.ddp import averaged_params, skip_late_registration
 from gradwire._torch.optim import has_optimizers_in_backward, step_in_backward
-from gradwire.ddp_comm_hooks._group import EXACT, AnyHook, average, check_bucket, hook_of
+from gradwire.ddp_comm_hooks._group import EXACT, AnyHook, average, check_bucket, grads_in, hook_of
 from gradwire.errors import RegisterError
 from gradwire.exchanges.base import Comm
 from gradwire.models.ddp import from_ddp
@@ -177,12 +177,8 @@ def _used_anywhere(model: DistributedDataParallel) -> set[torch.Tensor]:
 
 def _grads(bucket: GradBucket, mean: torch.Tensor) -> Pairs:
     """The bucket's parameters with their parts of `mean`."""
-    params = bucket.parameters()
-    if mean.is_sparse:
-        return [(params[0], mean)]
-    flat = mean.to(params[0].dtype.to_real()).view(-1)
-    whole = dataclasses.replace(from_ddp(bucket, lambda _: ""), flat=flat)
-    return list(zip(whole.params, whole.grads, strict=True))
+    ours = from_ddp(bucket, lambda _: "")
+    return list(zip(ours.params, grads_in(ours, mean), strict=True))
 
 
 def _tensor(value: Any) -> torch.Tensor:

@@ -64,7 +64,8 @@ class StepInBackward:
         self.steps = 0
         """The number of steps made in backward."""
         self._parts = Parts(optimizer)
-        self._averaged = {param for _, param in hook._params()} | _frozen(model)
+        frozen = {param for param in model.module.parameters() if not param.requires_grad}
+        self._averaged = {param for _, param in hook._params()} | frozen
         self._check_members()
         self._skips_buckets = skips_unused_buckets(model)
         self._task = NO_BACKWARD
@@ -100,8 +101,9 @@ class StepInBackward:
             first = task != self._task
         if first:
             self._begin()
-        if self.set_to_none:
-            self._free_grads(bucket)
+        if self.set_to_none:  # views of the bucket, which holds them now: DDP would replace None by new tensors
+            for param, grad in self._pairs(bucket):
+                param.grad = grad
         if first if self._skips_buckets else bucket.is_last:
             at_the_very_end(self._end)
 
@@ -119,11 +121,6 @@ class StepInBackward:
         self._stepped.clear()
         self._parts.refresh()
         self._check_members()
-
-    def _free_grads(self, bucket: Bucket) -> None:
-        """Let the gradients be views of the bucket, which holds them now. (DDP would replace None by new tensors.)"""
-        for param, grad in self._pairs(bucket):
-            param.grad = grad
 
     def _end(self) -> None:
         """DDP has set all gradients: step what is left, and record the gradients' versions."""
@@ -214,10 +211,6 @@ def _check_alone(model: DistributedDataParallel, hook: Hook) -> None:
         raise RegisterError(
             "parameters of this model have optimizers from torch's _apply_optimizer_in_backward; use one of the two"
         )
-
-
-def _frozen(model: DistributedDataParallel) -> set[Tensor]:
-    return {param for param in model.module.parameters() if not param.requires_grad}
 
 
 def in_backward() -> bool:

@@ -31,7 +31,7 @@ VERBS = {
     "report": "turn a file of records into a page, or into markdown",
     "completion": "print a completion script for a shell",
 }
-"""A line about each verb; the module of the same name has its options."""
+"""A line about each verb; in the module of the same name, `add` declares its options and `run` does what it says."""
 EXAMPLES = """\
 examples:
   gradwire demo                        does compression pay for a small GPT on 1 Gbit/s? (one to two minutes)
@@ -90,7 +90,9 @@ def parser(loaded: Collection[str] = VERBS) -> argparse.ArgumentParser:
     verbs = top.add_subparsers(title="verbs", metavar="<verb>", required=True)
     for verb, line in VERBS.items():
         if verb in loaded:
-            importlib.import_module(f"gradwire.tools.cli.{verb}").add(verbs, line)
+            module = importlib.import_module(f"gradwire.tools.cli.{verb}")
+            module.add(verbs, line)
+            verbs.choices[verb].set_defaults(run=module.run)
         else:
             verbs.add_parser(verb, help=line)
         verbs.choices[verb].set_defaults(parser=verbs.choices[verb])

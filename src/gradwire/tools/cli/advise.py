@@ -62,7 +62,6 @@ def add(verbs: Any, line: str) -> None:
     option("--report", type=Path, metavar="PATH", help="write a page with charts, such as report.html")
     add_json(parser)
     add_script(parser, required=False)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:

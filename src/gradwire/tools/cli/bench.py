@@ -54,7 +54,6 @@ def add(verbs: Any, line: str) -> None:
     option("--out", type=Path, default=Path("records.jsonl"), help="file of records (default: %(default)s)")
     option("--resume", action="store_true", help="continue an existing file: measure what it lacks")
     add_json(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -28,7 +28,6 @@ def add(verbs: Any, line: str) -> None:
     """Add the verb and its options."""
     parser = add_verb(verbs, "completion", line, DESCRIPTION, EXAMPLES)
     parser.add_argument("shell", choices=SHELLS, help="the shell to print the script for")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:

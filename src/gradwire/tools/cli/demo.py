@@ -53,7 +53,6 @@ def add(verbs: Any, line: str) -> None:
     option("--seed", type=int, default=0, help="seed of the training (default: %(default)s)")
     option("--report", type=Path, default=PAGE, metavar="PATH", help="page to write (default: %(default)s)")
     add_json(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -39,7 +39,6 @@ def add(verbs: Any, line: str) -> None:
     option("--stop", action="store_true", help="end the script when the steps are timed")
     add_json(parser)
     add_script(parser, required=False)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:

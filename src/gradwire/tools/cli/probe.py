@@ -35,7 +35,6 @@ def add(verbs: Any, line: str) -> None:
         help="measure each pair of ranks by itself as well (default: if the ranks are on several hosts)",
     )
     add_json(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:

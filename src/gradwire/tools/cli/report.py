@@ -29,7 +29,6 @@ def add(verbs: Any, line: str) -> None:
     option(
         "--json", action="store_true", help="print the recommendation and the path as JSON; the page is written as well"
     )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -33,7 +33,6 @@ def add(verbs: Any, line: str) -> None:
         help="after the script's output, print what the hook has done as one line of JSON",
     )
     add_script(parser, required=True)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -14,7 +14,7 @@ from gradwire.errors import SpecError
 from gradwire.exchanges import EXCHANGES
 from gradwire.tools.cli.arguments import add_json, add_verb, error_limit
 from gradwire.tools.launch.link import Link, seconds
-from gradwire.tools.measure.simulate import Forecast, Pick, Scene, as_dict, picks, simulate
+from gradwire.tools.measure.simulate import Forecast, Scene, as_dict, picks, simulate
 from gradwire.tools.records.jsonl import json_text
 from gradwire.tools.records.progress import progress
 from gradwire.tools.records.table import text_table
@@ -77,7 +77,6 @@ def add(verbs: Any, line: str) -> None:
     )
     option("--report", type=Path, metavar="PATH", help="write a page, such as winners.html")
     add_json(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -169,12 +168,8 @@ def _grid(forecasts: Sequence[Forecast], scene: Scene, limit: float) -> str:
     """One row per link, one column per number of ranks."""
     rows = [["ranks", *map(str, scene.ranks)]]
     for link, row in zip(scene.links, picks(forecasts, scene, limit), strict=True):
-        rows.append([link_text(link, scene), *map(_cell, row)])
+        rows.append([link_text(link, scene), *(f"{pick.hook} {pick.speed_up:.2f}x" for pick in row)])
     return "\n".join([limit_text(limit), text_table(rows, right=range(1, len(rows[0])))])
-
-
-def _cell(pick: Pick) -> str:
-    return f"{pick.hook} {pick.speed_up:.2f}x"
 
 
 def wins(forecasts: Sequence[Forecast], scene: Scene, limits: Sequence[float]) -> list[str]:

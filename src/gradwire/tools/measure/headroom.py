@@ -60,7 +60,7 @@ class Headroom:
     @property
     def exposed_s(self) -> float:
         """How many seconds longer communication makes a step: the median over the rounds."""
-        return statistics.median(self._differences())
+        return statistics.median(with_s - without_s for with_s, without_s in self.rounds())
 
     @property
     def exposed(self) -> float:
@@ -121,9 +121,6 @@ class Headroom:
             "is_certain": self.is_certain,
             "verdict": self.verdict(),
         }
-
-    def _differences(self) -> list[float]:
-        return [with_s - without_s for with_s, without_s in self.rounds()]
 
     def _parts(self) -> list[float]:
         return [1 - without_s / with_s for with_s, without_s in self.rounds()]

@@ -209,7 +209,10 @@ class _DryComm(GroupComm):
 
     def rows(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """SpecError for what does not fit in memory."""
-        _check_fits(self.size * numel * dtype.itemsize, self.size)
+        if (nbytes := self.size * numel * dtype.itemsize) > MOST_BYTES:
+            raise SpecError(
+                f"on {self.size} ranks one chunk would receive {nbytes / 1e9:.0f} GB; use shots=auto, or fewer ranks"
+            )
         return super().rows(numel, dtype, device)
 
     def _collect(self, name: str, issue: Callable[[Any], Any], moved_bytes: float) -> None:
@@ -238,10 +241,3 @@ class _Mirror:
     def all_to_all(self, out: Tensor, tensor: Tensor) -> None:
         """Repeat the last row: exchanges need not fill row 0, which they would send to themselves."""
         out.copy_(tensor[-1:].expand_as(tensor))
-
-
-def _check_fits(nbytes: int, size: int) -> None:
-    if nbytes > MOST_BYTES:
-        raise SpecError(
-            f"on {size} ranks one chunk would receive {nbytes / 1e9:.0f} GB; use shots=auto, or fewer ranks"
-        )

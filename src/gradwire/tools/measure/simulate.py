@@ -183,7 +183,8 @@ def noise_error(exchange: Exchange) -> float:
     """
     if isinstance(exchange, TwoLevel):
         exchange = cast(Exchange, dataclasses.replace(exchange, node=NOISE_RANKS // 2))
-    mean = torch.stack([_flat(_gradients(rank)) for rank in range(NOISE_RANKS)]).mean(0)
+    flats = [torch.cat([grad.view(-1) for grad in _gradients(rank)]) for rank in range(NOISE_RANKS)]
+    mean = torch.stack(flats).double().mean(0)
 
     def run(rank: Rank) -> Tensor:
         return rank.mean(exchange, _gradients(rank.rank)).flat.double()
@@ -195,7 +196,3 @@ def noise_error(exchange: Exchange) -> float:
 def _gradients(rank: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(rank)
     return [torch.randn(shape, generator=generator) for shape in NOISE_SHAPES]
-
-
-def _flat(tensors: list[Tensor]) -> Tensor:
-    return torch.cat([tensor.view(-1) for tensor in tensors]).double()
