@@ -167,10 +167,7 @@ def headroom(
         SpecError: There is nothing to measure, as on one rank. Nothing has been started.
         RunFailed: The script failed, or trained too few steps.
     """
-    if steps < MIN_ROUNDS * len(ORDER):
-        raise SpecError(f"steps must be at least {MIN_ROUNDS * len(ORDER)}, got {steps}")
-    if nproc == 1 and not _has_nodes(torchrun):
-        raise SpecError(f"nproc is 1: {ONE_RANK}")
+    _check(steps, nproc, torchrun)
     job = {"steps": steps, "link": None if link is None else str(Link.parse(link))}
     if script is None:
         script, nproc = built_in(WARM_UP + steps + len(ORDER) + EXTRA_STEPS, nproc)
@@ -208,9 +205,13 @@ def built_in(steps: int, nproc: int | None) -> tuple[Script, int | None]:
     return script, 2 if nproc is None and "RANK" not in os.environ else nproc
 
 
-def _has_nodes(torchrun: Sequence[str]) -> bool:
-    """Whether these options ask for several nodes. A range of nodes may be one: the model's group decides later."""
-    return any(option.startswith("--nnodes") for option in torchrun) and "--nnodes=1" not in torchrun
+def _check(steps: int, nproc: int | None, torchrun: Sequence[str]) -> None:
+    """SpecError if there is nothing to measure. A range of nodes may be one: the model's group decides later."""
+    if steps < MIN_ROUNDS * len(ORDER):
+        raise SpecError(f"steps must be at least {MIN_ROUNDS * len(ORDER)}, got {steps}")
+    has_nodes = any(option.startswith("--nnodes") for option in torchrun) and "--nnodes=1" not in torchrun
+    if nproc == 1 and not has_nodes:
+        raise SpecError(f"nproc is 1: {ONE_RANK}")
 
 
 def timed(model: DistributedDataParallel, plan: RunPlan) -> None:
