@@ -41,7 +41,7 @@ HOMES = {
     "codec": "codecs",
     "exchange": "exchanges",
     "make_bucket": "exchanges",
-    "register": "models.ddp",
+    "register": "models.register",
 }
 """By public name, the module that has it: imported at the first use of the name, as torch takes seconds to load."""
 SUBMODULES = (
@@ -73,7 +73,7 @@ if TYPE_CHECKING:
     from gradwire.engine.verify import Verification
     from gradwire.errors import ExchangeError, GradwireError, RegisterError, SpecError, StateError, VerifyError
     from gradwire.exchanges import Bucket, Exchange, exchange, make_bucket
-    from gradwire.models.ddp import register
+    from gradwire.models.register import register
 else:
 
     def __getattr__(name):

@@ -4,7 +4,7 @@ import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from gradwire.engine.runner import Job, Runner
 from gradwire.engine.stats import Stats
 from gradwire.engine.stream import done
 from gradwire.engine.verify import Verification, verify
-from gradwire.errors import CLOSED, ExchangeError, RegisterError
+from gradwire.errors import CLOSED, ExchangeError, RegisterError, SpecError
 from gradwire.exchanges import Exact, Exchange, exchange
 from gradwire.exchanges.base import Comm
 from gradwire.exchanges.bucket import Bucket, Memory, Segment, Steps
@@ -46,6 +46,9 @@ class Hook:
 
     Call `switch`, `verify`, `state_dict(merged=True)` and `close` on all ranks together, between steps.
     """
+
+    can_pack_residuals: ClassVar[bool] = False
+    """Whether residuals can be kept in 8 bits."""
 
     def __init__(
         self,
@@ -293,6 +296,8 @@ class Hook:
                 f"{new} keeps state between steps, which DDP's compiled reducer has no place for; set "
                 "torch._dynamo.config.optimize_ddp = 'ddp_optimizer' before building the model, or use another hook"
             )
+        if new.packs_residual and not self.can_pack_residuals:
+            raise SpecError(f"{new}: residual=int8 is for the gradients of models with fully_shard; leave it out here")
         new.check(list(self._params()))
         levels = new.levels(self.size)
         if self.size == 1:

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.auto.settings import auto
 from gradwire.exchanges import exchange
-from gradwire.models.ddp import register
+from gradwire.models.register import register
 from gradwire.tools.launch.launch import follow
 from gradwire.tools.launch.link import Link, emulate
 from gradwire.tools.launch.plan import RunPlan, new_plan
