@@ -21,6 +21,7 @@ __all__ = [
     "__version__",
     "codec",
     "exchange",
+    "hsdp",
     "make_bucket",
     "register",
 ]
@@ -40,6 +41,7 @@ HOMES = {
     "VerifyError": "errors",
     "codec": "codecs",
     "exchange": "exchanges",
+    "hsdp": "models.register",
     "make_bucket": "exchanges",
     "register": "models.register",
 }
@@ -73,7 +75,7 @@ if TYPE_CHECKING:
     from gradwire.engine.verify import Verification
     from gradwire.errors import ExchangeError, GradwireError, RegisterError, SpecError, StateError, VerifyError
     from gradwire.exchanges import Bucket, Exchange, exchange, make_bucket
-    from gradwire.models.register import register
+    from gradwire.models.register import hsdp, register
 else:
 
     def __getattr__(name):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
+from gradwire.engine import checkpoint, sharded_state
 from gradwire.engine.agreement import agree
 from gradwire.engine.hook import Hook
 from gradwire.engine.lanes import Traffic
@@ -30,7 +31,7 @@ from gradwire.engine.verify import Verification
 from gradwire.errors import RegisterError
 from gradwire.exchanges import Exchange, exchange
 from gradwire.exchanges.base import Comm
-from gradwire.exchanges.bucket import Bucket, Segment, cut
+from gradwire.exchanges.bucket import Bucket, Segment, Steps, cut
 from gradwire.exchanges.coded import Coded
 from gradwire.exchanges.sharded import Shard, check_gathers, check_scatters, gather_, scatter_
 
@@ -269,6 +270,23 @@ class ShardedHook(Hook):
                 raise RegisterError("this model has no replicas: register it with replicas=... and mesh=...")
             self.replicas.switch(replicas)
         self.reset_stats()
+
+    def state_dict(self, *, merged: bool = False) -> dict[str, Any]:
+        """The state for a checkpoint, as `Hook.state_dict`: residuals by the names of whole parameters.
+
+        A merged state loads on any mesh. This rank's own state resumes exactly on the same mesh.
+        """
+        return sharded_state.pack(self, self._store.copies(), merged)
+
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Continue from a checkpoint, as `Hook.load_state_dict`."""
+        states: list[Any] = list(state) if isinstance(state, list | tuple) else [state]
+        step, residuals = sharded_state.unpack(self, states)
+        checkpoint.check_shapes(residuals, self._params())
+        checkpoint.warn_if_other(states[0], str(self.exchange))
+        sharded_state.load_replicas(self, states)
+        self._residuals.load({name: value.to(self.device) for name, value in residuals.items()})
+        self._steps = Steps(step)
 
     def close(self) -> None:
         """End threads and connections, and give the model its own collectives back: it can train on without a hook."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Protocol
@@ -97,7 +98,8 @@ def _difference(
     assert isinstance(coded, Coded)
     before = None if residuals is None else [residual[:, where] for residual in residuals]
     wanted = scatter_reference(coded, [rows[:, where].cpu() for rows in everyone], chunk, 1.0 / hook.size, before)
-    text = wanted.difference(results[:, where].cpu())
+    flat = dataclasses.replace(wanted, mean=wanted.mean.reshape(-1))
+    text = flat.difference(results[:, where].reshape(-1).cpu())
     if wanted.residuals is None or residuals is None:
         return text
     after = [_packed(kept, chunk.segments) if coded.packs_residual else kept for kept in wanted.residuals]

@@ -115,7 +115,7 @@ def scatter_(
         comm: The collectives. All ranks must call this with the same sizes.
         alpha: The factor of the sum: 1 / size for the mean.
         residual: With feedback, (size, n) in float32: added to `rows` first, then what the encoding of each row has
-            lost. A row whose sum is not finite keeps its residual on all ranks.
+            lost. If the sum of any row is not finite it stays as it was, on all ranks.
     """
     work = rows if residual is None else rows + residual  # float32, or float64 for float64 gradients
     whole, own = coded.plan(bucket, 1), comm.rank
@@ -137,13 +137,13 @@ def scatter_(
 def _keep_lost_(
     codec: Codec, work: Tensor, part: Part, wires: Tensor, comm: Comm, out: Tensor, residual: Tensor
 ) -> None:
-    """Replace the residual of every row by what its encoding has lost, unless the sum of that row is not finite."""
+    """Replace the residual by what the encoding of the rows has lost, unless the sum of any row is not finite."""
     lost = torch.zeros_like(residual)
     for rank, (row, wire) in enumerate(zip(work, wires, strict=True)):
         if rank != comm.rank:
             keep_loss_(codec, row, part, wire, lost[rank])
-    finite = comm.all_gather(torch.isfinite(out).all().to(torch.int32).reshape(1))  # the owner alone has seen the sum
-    residual.copy_(torch.where(finite.bool(), lost, residual))
+    finite = comm.all_gather(torch.isfinite(out).all().to(torch.int32).reshape(1))  # a rank has seen its own sum only
+    residual.copy_(torch.where(finite.all(), lost, residual))
 
 
 def gather_(coded: Coded, rows: Tensor, bucket: Bucket, comm: Comm) -> None:
@@ -190,14 +190,7 @@ def scatter_reference(
                 total[owner, where] += sent.float() * alpha if exempt else _decoded(codecs[rank], sent, alpha)
                 lost[rank][owner, where] = 0.0 if exempt else sent - _decoded(codecs[rank], sent)
     total = total.to(everyone[0].dtype)
-    left = None if residuals is None else [_kept_rows(total, residuals[rank], lost[rank]) for rank in range(size)]
-    return Reference(total, torch.zeros(()), None if left is None else tuple(left))
-
-
-def _kept_rows(total: Tensor, before: Tensor, after: Tensor) -> Tensor:
-    """The residual of one rank: a row whose sum is not finite keeps what was there."""
-    rows = [kept(total[i], [before[i]], [after[i]]) for i in range(len(total))]
-    return torch.stack([row[0] for row in rows if row is not None])
+    return Reference(total, torch.zeros(()), kept(total, residuals, lost))
 
 
 def gather_reference(coded: Coded, rows: Tensor, bucket: Bucket) -> Tensor:

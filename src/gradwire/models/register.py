@@ -1,5 +1,6 @@
 """register(): one call for every kind of model. The only place that looks at the model's type."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -13,7 +14,7 @@ from gradwire.errors import RegisterError, SpecError
 from gradwire.exchanges import Exact, Exchange, exchange
 from gradwire.models.ddp import attach, check_chunk_bytes
 from gradwire.models.fsdp import attach_sharded
-from gradwire.models.sharded_checks import is_sharded
+from gradwire.models.sharded_checks import check_mesh, is_sharded
 
 
 def register(
@@ -72,6 +73,56 @@ def register(
         mesh=mesh,
         chunk_bytes=chunk_bytes,
     )
+
+
+def hsdp(
+    model: nn.Module,
+    mesh: Any,
+    spec: str | Exchange = "exact",
+    *,
+    units: Iterable[nn.Module] = (),
+    gather: str | Exchange = "exact",
+    replicas: str | Exchange = "int8",
+    chunk_bytes: int | None = None,
+    **options: Any,
+) -> Hook:
+    """Shard a model over one dimension of a 2-D mesh, and average its gradients across the other through a hook.
+
+    FSDP2's own HSDP (`fully_shard` with a 2-D mesh) has a fixed all-reduce across replicas. This is the same training
+    with `fully_shard` on the mesh of the shards alone. On a mesh of 1-rank shards it is data-parallel training without
+    DDP.
+
+    Args:
+        model: The model, not sharded yet.
+        mesh: A 2-D mesh of (replicas, shards) with names, such as
+            `init_device_mesh("cuda", (nodes, gpus), mesh_dim_names=("replicate", "shard"))`.
+        spec: How gradients are reduce-scattered over the shards.
+        units: The modules that are gathered and reduced by themselves, such as `model.layers`, before the rest.
+        gather: How parameters travel when they are gathered.
+        replicas: How the shards of the gradients are averaged across replicas; any hook, `powersgd` too.
+        chunk_bytes: As for `register`.
+        options: Those of `fully_shard`, such as `mp_policy` or `reshard_after_forward`.
+
+    Returns:
+        The hook, as of `register`.
+
+    Raises:
+        SpecError: If a spec is not valid, or if `mesh` is not a 2-D mesh with names.
+        RegisterError: If the model cannot carry the hook.
+
+    Example:
+        >>> mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        >>> hook = gradwire.hsdp(model, mesh, units=model.layers, replicas="int4")
+    """
+    check_mesh(mesh)
+    if not mesh.mesh_dim_names:
+        raise SpecError("the dimensions of the mesh need names, as in mesh_dim_names=('replicate', 'shard')")
+    from torch.distributed.fsdp import fully_shard  # takes long to import, and DDP models do not need it
+
+    shards = mesh[mesh.mesh_dim_names[1]]
+    for unit in (*units, model):
+        fully_shard(unit, mesh=shards, **options)
+    return register(model, spec, gather=gather, replicas=replicas, mesh=mesh, chunk_bytes=chunk_bytes)
 
 
 def _register_ddp(

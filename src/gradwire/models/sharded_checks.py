@@ -146,14 +146,19 @@ def check_gather_types(units: Sequence[Unit], gather: Exchange) -> None:
             )
 
 
+def check_mesh(mesh: Any) -> None:
+    """Raise SpecError unless `mesh` has a dimension of replicas and one of shards."""
+    if not hasattr(mesh, "get_group") or mesh.ndim != 2:
+        raise SpecError(f"mesh must be a 2-D DeviceMesh of (replicas, shards), got {mesh!r}")
+
+
 def replica_group(units: Sequence[Unit], mesh: Any, replicas: Exchange | None) -> dist.ProcessGroup | None:
     """The ranks that hold the same shards as this one."""
     if mesh is None and replicas is None:
         return None
     if mesh is None or replicas is None:
         raise SpecError("replicas=..., how replicas are averaged, and mesh=..., the 2-D mesh, go together")
-    if not hasattr(mesh, "get_group") or mesh.ndim != 2:
-        raise SpecError(f"mesh must be a 2-D DeviceMesh of (replicas, shards), got {mesh!r}")
+    check_mesh(mesh)
     if dist.get_process_group_ranks(mesh.get_group(1)) != _ranks(units[0]):
         raise RegisterError(
             f"the model is sharded over the ranks {_ranks(units[0])}, but the second dimension of the mesh has "
