@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import threading
+from functools import partial
 from typing import Any
 
 import torch
@@ -317,3 +319,55 @@ def test_data_parallel_training_without_ddp_gives_the_bits_of_the_ddp_hook(ranks
     for one, other in zip(got, wanted, strict=True):
         assert same(one, {name.removeprefix("module."): grad for name, grad in other.items()})
     hook.verify()
+
+
+# -- when results are waited for ---------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_a_reduction_is_waited_for_at_the_end_of_backward_unless_somebody_reads_it_earlier(ranks: Ranks) -> None:
+    model = deep(ranks)
+    hook = ranks.register(model, "int8")
+    assert isinstance(hook, ShardedHook)
+    reached, jobs, in_time = threading.Event(), hook.scatter_jobs, list[bool]()
+
+    def held(job: Any, comm: Any) -> None:
+        in_time.append(reached.wait(30.0))  # until the backward pass has come to the first layer
+        job(comm)
+
+    hook.scatter_jobs = lambda *args: [partial(held, job) for job in jobs(*args)]  # type: ignore[method-assign]
+
+    def watch(module: Any, inputs: Any, out: torch.Tensor) -> None:
+        out.register_hook(lambda grad: reached.set())
+
+    watching = model.layers[0].register_forward_hook(watch)
+    wanted = train(model, ranks.rank, 1)[0]
+    watching.remove()
+    assert in_time == [True] * 3
+    seen: list[torch.Tensor] = []
+    again = deep(ranks)
+    ranks.register(again, "int8")
+    for param in again.parameters():
+        param.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.to_local().clone()))
+    got = train(again, ranks.rank, 1)[0]
+    assert same(got, wanted)
+    local = [param.grad.to_local() for layer in reversed(again.layers) for param in layer.parameters()]
+    assert len(seen) == len(local)
+    assert all(torch.equal(*pair) for pair in zip(seen, local, strict=True))
+
+
+@on_ranks(2)
+def test_an_error_in_an_exchange_is_raised_by_backward_on_all_ranks(ranks: Ranks) -> None:
+    model = deep(ranks)
+    hook = ranks.register(model, "int8")
+    assert isinstance(hook, ShardedHook)
+    train(model, ranks.rank, 1)
+    if ranks.rank == 1:
+
+        def fail(comm: Any) -> None:
+            raise ValueError("the wire is cut")
+
+        hook.scatter_jobs = lambda *args: [fail]  # type: ignore[method-assign]
+    model.zero_grad()
+    text = raised(RuntimeError, lambda: backward(model, ranks.rank, 1))
+    assert "the wire is cut" in text

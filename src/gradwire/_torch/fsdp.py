@@ -121,6 +121,17 @@ class Unit:
         unused = self.group.reduce_scatter_unused_params
         return tuple(name for name, param in zip(self.names, self.params, strict=True) if _has_gradient(param, unused))
 
+    def uses_result_late(self, names: Sequence[str], dtype: torch.dtype, op: Any) -> bool:
+        """Whether the result of a reduce-scatter may be there as late as the end of the backward pass.
+
+        FSDP2 makes the sharded gradients views of it. It reads the values at once where it converts or divides them,
+        adds them to gradients that are there already, copies them to another device, or calls hooks of the user.
+        """
+        if op == dist.ReduceOp.SUM or dtype != self.group._orig_dtype or self.group._all_reduce_hook is not None:
+            return False
+        chosen = [param for name, param in zip(self.names, self.params, strict=True) if name in set(names)]
+        return all(param.sharded_param.grad is None and not _has_hooks(param) for param in chosen)
+
     def before_reduction(self, call: Callable[[], None]) -> Callable[[], None]:
         """Call `call` whenever the unit's backward pass has ended, before it reduces; the result undoes it."""
         group = self.group
@@ -173,7 +184,7 @@ def gathered_dtype(param: Any) -> torch.dtype:
     return dtype
 
 
-def has_own_hooks(param: Any) -> bool:
+def _has_hooks(param: Any) -> bool:
     """Whether the user wants to be called with the sharded gradient during the backward pass."""
     return bool(getattr(param.sharded_param, "_post_accumulate_grad_hooks", None))
 

@@ -1,9 +1,9 @@
 """register() for models with `fully_shard` (FSDP2): what FSDP2 calls instead of its own collectives.
 
 FSDP2 calls a collective with one message: the gradients of a unit cut into a row per rank, or the row of parameters
-that this rank owns. On the CPU it uses the result at once, so a reduction is waited for where it is called. A gather
-returns work, which FSDP2 waits for when it needs the parameters, so that a gather that it prefetches hides behind the
-backward pass.
+that this rank owns. On the CPU its own collectives block. Here a gather returns work, which FSDP2 waits for when it
+needs the parameters, so that a gather that it prefetches hides behind the backward pass; and the result of a
+reduce-scatter is waited for at the end of the backward pass, unless FSDP2 reads it earlier.
 """
 
 import itertools
@@ -15,9 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.futures import Future
 
 from gradwire._torch.fsdp import Unit, Waited, factor_of, is_premultiplied, local_values, whole_size
-from gradwire._torch.optim import NO_BACKWARD, backward_id
+from gradwire._torch.optim import NO_BACKWARD, at_end_of_backward, backward_id
 from gradwire.engine.sharded import ShardedHook, describe
 from gradwire.exchanges import Exchange
 from gradwire.exchanges.bucket import Bucket, Segment
@@ -93,12 +94,19 @@ def install(hook: ShardedHook, units: Sequence[Unit]) -> None:
     hook.uninstall = uninstall
 
 
+MOST_PENDING = 2
+"""How many reductions may be under way while the backward pass goes on. Each one keeps its unit's gradients."""
+
+
 class _Backward:
-    """Tells where a step begins: when a unit reduces again, in another backward pass."""
+    """Tells where a step begins: when a unit reduces again, in another backward pass. Waits where a pass ends."""
 
     def __init__(self, hook: ShardedHook) -> None:
         self._hook = weakref.ref(hook)
         self._seen: dict[int, int] = {}
+        self._pending: list[Future[Tensor]] = []
+        self._waits_at = NO_BACKWARD
+        """The backward pass at whose end `finish` is called."""
 
     def begin(self, index: int) -> None:
         """A unit is about to reduce."""
@@ -109,6 +117,24 @@ class _Backward:
         self._seen[index] = now
         if (hook := self._hook()) is not None:
             hook.begin_backward(index, first)
+
+    def defer(self, future: Future[Tensor]) -> None:
+        """Wait for a reduction at the end of the backward pass that this thread runs, or when there are too many."""
+        if self._waits_at != (now := backward_id()):
+            self._waits_at = now
+            at_end_of_backward(self.finish)
+        self._pending.append(future)
+        self._wait(MOST_PENDING)
+
+    def finish(self) -> None:
+        """Wait for everything that is under way."""
+        self._wait(0)
+
+    def _wait(self, most: int) -> None:
+        while len(self._pending) > most:
+            oldest, hook = self._pending.pop(0), self._hook()
+            if hook is not None:
+                hook.blocked("gradients", oldest.wait)
 
 
 class _Slot:
@@ -168,9 +194,14 @@ class _Slot:
                 input_tensor.mul_(alpha)
             self._own_scatter(output_tensor, input_tensor, group, dist.ReduceOp.SUM if is_premultiplied(op) else op)
 
+        late = self._unit.uses_result_late(self._names, output_tensor.dtype, op) and hook.device.type == "cpu"
         rows = input_tensor.view(size, -1)
         run = partial(hook.scatter, self._index, rows, output_tensor, self._names, alpha, plain)
-        hook.blocked("gradients", lambda: run().wait())
+        if late and isinstance(hook.exchange, Coded) and backward_id() != NO_BACKWARD:
+            self._backward.defer(run())
+        else:
+            self._backward.finish()  # FSDP2 may add to a result that is not there yet
+            hook.blocked("gradients", lambda: run().wait())
 
     def average(self, reduced: Tensor) -> None:
         """Average the unit's shard across the replicas."""
