@@ -247,7 +247,7 @@ class Hook:
         """
         residuals = self._residuals.copies()
         if merged and self.size > 1:
-            residuals = checkpoint.merged(residuals, self.replicated(), self._sum)
+            residuals = checkpoint.merged(residuals, self.replicated(), self.sum_over_ranks)
         rank = checkpoint.MERGED if merged else self.rank
         return checkpoint.pack(str(self.exchange), self.steps, rank, self.size, residuals, self._memory)
 
@@ -327,7 +327,7 @@ class Hook:
         self.run(lambda comm: got.append(comm.all_gather(values).clone()))
         return got[0]
 
-    def _sum(self, values: Tensor) -> Tensor:
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
         """The sum over the ranks, on the CPU. All ranks together, between steps."""
         total = values.to(self.device)
 

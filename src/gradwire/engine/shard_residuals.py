@@ -16,6 +16,7 @@ from torch import Tensor
 from gradwire.codecs.int8 import Int8
 from gradwire.errors import StateError
 from gradwire.exchanges.bucket import Segment
+from gradwire.exchanges.feedback import healed_
 from gradwire.exchanges.sharded import Shard
 
 Key = tuple[int, int]
@@ -96,7 +97,7 @@ class ShardResiduals:
         """Multiply all residuals, when the unit of the gradients changes."""
         if not (isinstance(factor, int | float) and math.isfinite(factor) and factor > 0):
             raise StateError(f"scale_state: factor must be a finite number above 0, got {factor!r}")
-        self.load({name: value * factor for name, value in self.copies().items()})
+        self.load({name: healed_(value * factor) for name, value in self.copies().items()})
 
     def _unpacked(self, name: str) -> Tensor:
         numel = self._shards[name].padded.numel()

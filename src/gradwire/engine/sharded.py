@@ -282,7 +282,7 @@ class ShardedHook(Hook):
         """Continue from a checkpoint, as `Hook.load_state_dict`."""
         states: list[Any] = list(state) if isinstance(state, list | tuple) else [state]
         step, residuals = sharded_state.unpack(self, states)
-        checkpoint.check_shapes(residuals, self._params())
+        checkpoint.check_residuals(residuals, [(name, shard.param) for name, shard in self.shards.items()])
         checkpoint.warn_if_other(states[0], str(self.exchange))
         sharded_state.load_replicas(self, states)
         self._residuals.load({name: value.to(self.device) for name, value in residuals.items()})
@@ -298,6 +298,11 @@ class ShardedHook(Hook):
         super().close()
 
     # -- machinery ---------------------------------------------------------------------------------------------
+
+    def sum_over_all(self, values: Tensor) -> Tensor:
+        """The sum over the ranks of all replicas, on the CPU. All of them together, between steps."""
+        total = values.to("cpu") if self.size == 1 else self.sum_over_ranks(values)
+        return total if self.replicas is None or self.replicas.size == 1 else self.replicas.sum_over_ranks(total)
 
     def _enter_gather(self, new: Exchange) -> None:
         if self.size == 1:

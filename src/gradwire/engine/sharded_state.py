@@ -34,8 +34,8 @@ class Sharded(Protocol):
     def steps(self) -> int:
         """The number of steps."""
 
-    def run(self, job: Any) -> None:
-        """Run a job on all ranks that share the shards."""
+    def sum_over_all(self, values: Tensor) -> Tensor:
+        """The sum over the ranks of all replicas."""
 
 
 def place(hook: Sharded) -> tuple[int, int]:
@@ -55,17 +55,16 @@ def pack(hook: Sharded, residuals: dict[str, Tensor], merged: bool) -> dict[str,
             if shard.param.requires_grad and name not in residuals:
                 residuals[name] = torch.zeros(shard.whole.numel(), device=hook.device)
     if merged:
-        _sum_over_all_(hook, residuals)
+        residuals = _merged(hook, residuals)
     rank, size = place(hook)
     state = checkpoint.pack(str(hook.exchange), hook.steps, checkpoint.MERGED if merged else rank, size, residuals)
     return state if hook.replicas is None else {**state, "replicas": _pack_replicas(hook, hook.replicas, merged)}
 
 
-def _sum_over_all_(hook: Sharded, residuals: dict[str, Tensor]) -> None:
-    if residuals and hook.size > 1:
-        hook.run(lambda comm: checkpoint.merge_(residuals, comm))
-    if residuals and hook.replicas is not None and hook.replicas.size > 1:
-        hook.replicas.run(lambda comm: checkpoint.merge_(residuals, comm))
+def _merged(hook: Sharded, residuals: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The sum over the ranks of all replicas, of whole parameters."""
+    params = [(name, shard.param) for name, shard in hook.shards.items()]
+    return checkpoint.merged(residuals, params, hook.sum_over_all)
 
 
 def _pack_replicas(hook: Sharded, replicas: Hook, merged: bool) -> dict[str, Any]:
@@ -77,8 +76,7 @@ def _pack_replicas(hook: Sharded, replicas: Hook, merged: bool) -> dict[str, Any
     if not merged:
         return state
     whole = {name: _whole(hook.shards[name], part, hook.rank, hook.size) for name, part in state["residuals"].items()}
-    _sum_over_all_(hook, whole)
-    return {**state, "rank": checkpoint.MERGED, "residuals": whole, "memory": {}}
+    return {**state, "rank": checkpoint.MERGED, "residuals": _merged(hook, whole), "memory": {}}
 
 
 def _whole(shard: Shard, part: Tensor, rank: int, size: int) -> Tensor:

@@ -143,7 +143,7 @@ def _keep_lost_(
         if rank != comm.rank:
             keep_loss_(codec, row, part, wire, lost[rank])
     finite = comm.all_gather(torch.isfinite(out).all().to(torch.int32).reshape(1))  # a rank has seen its own sum only
-    residual.copy_(torch.where(finite.all(), lost, residual))
+    residual.copy_(torch.where(finite.all(), lost, residual.nan_to_num(0.0, 0.0, 0.0)))  # inf would stay for ever
 
 
 def gather_(coded: Coded, rows: Tensor, bucket: Bucket, comm: Comm) -> None:
