@@ -52,6 +52,26 @@ def groups_of(module: Any) -> list[Any]:
     return list(module._get_fsdp_state()._fsdp_param_groups)
 
 
+def on_root(state: Any, call: Callable[[Any], None]) -> None:
+    """Call `call` with the root of every model with `fully_shard`, before its first forward pass begins.
+
+    `state` is the class `FSDPState`. Its first forward pass decides which module is the root. A second call of this
+    function changes nothing.
+    """
+    original = state._lazy_init
+    if hasattr(original, "gradwire_original"):
+        return
+
+    def lazy_init(self: Any) -> None:
+        new = self._is_root is None
+        original(self)
+        if new and self._is_root:
+            call(self._modules[0])
+
+    lazy_init.gradwire_original = original  # type: ignore[attr-defined]
+    state._lazy_init = lazy_init
+
+
 class Unit:
     """One call of `fully_shard` on a module with parameters of its own. It refers to FSDP2's own objects weakly."""
 

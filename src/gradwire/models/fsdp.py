@@ -19,7 +19,9 @@ from torch.futures import Future
 
 from gradwire._torch.fsdp import Unit, Waited, factor_of, is_premultiplied, local_values, whole_size
 from gradwire._torch.optim import NO_BACKWARD, at_end_of_backward, backward_id
+from gradwire.engine.lanes import slow_link
 from gradwire.engine.sharded import ShardedHook, describe
+from gradwire.errors import RegisterError
 from gradwire.exchanges import Exchange
 from gradwire.exchanges.bucket import Bucket, Segment
 from gradwire.exchanges.coded import Coded
@@ -38,6 +40,8 @@ def attach_sharded(
     chunk_bytes: int | None = None,
 ) -> ShardedHook:
     """Give a model with `fully_shard` a hook. See `gradwire.register`."""
+    if slow_link.get() is not None:
+        raise RegisterError("an emulated link does not slow down FSDP2's own collectives; use it with DDP models only")
     check_scatters(exchange)
     check_gathers(gather)
     units = units_of(model)
