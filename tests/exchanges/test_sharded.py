@@ -95,7 +95,7 @@ def test_the_reduce_scatter_keeps_every_contract(spec: str) -> None:
     check_exchange(scattered(spec), sizes=(3,))
 
 
-@pytest.mark.parametrize("spec", cases(("int8", "int2:feedback=true")))
+@pytest.mark.parametrize("spec", CODED)
 def test_wrong_reduce_scatters_are_rejected(spec: str) -> None:
     check_rejects_mutants(scattered(spec), 2)
 

@@ -21,6 +21,9 @@ from ..kit.models import batch, seeded
 from ..kit.ranks import Ranks, on_ranks
 from ..kit.sharded import backward, error, gradients, mesh_2d, mesh_of, same, shard, train, units, weights
 from ..kit.trial import raised
+from ..kit.versions import sharded_models
+
+pytestmark = sharded_models
 
 
 def deep(ranks: Ranks, **options: Any) -> Any:

@@ -17,6 +17,9 @@ from ..kit.models import seeded
 from ..kit.ranks import Ranks, on_ranks
 from ..kit.sharded import backward, mesh_2d, mesh_of, same, shard, weights
 from ..kit.trial import raised
+from ..kit.versions import sharded_models
+
+pytestmark = sharded_models
 
 SPECS = ("int4:feedback=true,exempt=none", "int4:feedback=true,exempt=none,residual=int8")
 

@@ -15,6 +15,9 @@ from ..kit import models
 from ..kit.models import WIDTH, seeded
 from ..kit.ranks import Ranks, on_ranks
 from ..kit.sharded import Step, backward, error, mesh_of, same, shard, train, units, weights
+from ..kit.versions import sharded_models
+
+pytestmark = sharded_models
 
 Build = Callable[[Any], Any]
 

@@ -7,9 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
-from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import gradwire
@@ -21,6 +18,9 @@ from ..kit.models import seeded
 from ..kit.ranks import Ranks, on_ranks
 from ..kit.sharded import mesh_2d, mesh_of, shard, train
 from ..kit.trial import raised
+from ..kit.versions import sharded_models
+
+pytestmark = sharded_models
 
 
 def deep(ranks: Ranks, **options: Any) -> Any:
@@ -68,6 +68,9 @@ def test_native_hsdp_and_replicate_are_refused_with_the_way_to_build_them(ranks:
 
 @on_ranks(4)
 def test_several_groups_or_meshes_are_refused(ranks: Ranks) -> None:
+    from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
+    from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info
+
     mesh = mesh_2d(ranks, 2)
     info = _get_mesh_info(mesh["shard"], None)
 
@@ -96,7 +99,7 @@ def test_a_part_of_a_model_can_be_registered_by_itself(ranks: Ranks) -> None:
 
 @on_ranks(2)
 def test_collectives_of_somebody_else_are_refused(ranks: Ranks) -> None:
-    class Mine(AllGather, ReduceScatter):
+    class Mine:
         def allocate(self, *args: Any, **options: Any) -> Any:
             raise NotImplementedError
 

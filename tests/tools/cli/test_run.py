@@ -13,6 +13,7 @@ import pytest
 
 from gradwire.tools.cli import main
 
+from ...kit.versions import sharded_models
 from .messages import is_short
 
 GRADWIRE = (sys.executable, "-m", "gradwire")
@@ -163,6 +164,7 @@ def test_a_script_with_a_hook_of_its_own_is_told_why_not_and_once(tmp_path, run)
     assert "runpy" not in err
 
 
+@sharded_models
 def test_a_script_with_fully_shard_gets_its_hook_at_the_first_forward_pass(tmp_path, run):
     code, _, err = run("--hook", "int8", "--gather", "bf16", "--nproc", "2", script(tmp_path, SHARDED))
     assert code == 0, err
