@@ -210,24 +210,77 @@ def test_after_close_the_model_trains_on_as_plain_fsdp2(ranks: Ranks) -> None:
     again.verify()
 
 
+def _swap_halves(values: torch.Tensor) -> None:
+    half = values.numel() // 2
+    values[: 2 * half].copy_(values[: 2 * half].roll(half))
+
+
+SPOILS: dict[str, Any] = {
+    "zeros": lambda values: values.zero_(),
+    "sum instead of mean": lambda values: values.mul_(2),
+    "1% gain": lambda values: values.mul_(1.01),
+    "a value off by a bit": lambda values: values[:1].mul_(1 + 2**-23),
+    "chunks swapped": _swap_halves,
+    "last block dropped": lambda values: values[-32:].zero_(),
+    "values shifted": lambda values: values.copy_(values.roll(1)),
+    "NaN hidden": lambda values: values.nan_to_num_(0.0, 0.0, 0.0),
+}
+"""What a wrong reduce-scatter or gather makes of its result."""
+
+
+def spoiled(jobs: Any, spoil: Any) -> Any:
+    """Make jobs as `jobs` does, of which the only one changes its result by `spoil`, which takes the same arguments."""
+
+    def made(*args: Any) -> Any:
+        (job,) = jobs(*args)
+
+        def run(comm: Any) -> None:
+            job(comm)
+            spoil(*args)
+
+        return [run]
+
+    return made
+
+
 @on_ranks(2)
-def test_verify_needs_a_step_and_notices_a_wrong_result(ranks: Ranks) -> None:
+def test_verify_needs_a_step_and_rejects_wrong_results(ranks: Ranks) -> None:
     model = deep(ranks)
     hook = ranks.register(model, "int8", gather="int8")
     assert isinstance(hook, ShardedHook)
     assert "has not run" in raised(VerifyError, hook.verify)
     train(model, ranks.rank, 1)
     assert "replicas bit-identical" in str(hook.verify())
+    scatter, gather = hook.scatter_jobs, hook.gather_jobs
+    for kind, spoil in SPOILS.items():
+        hook.scatter_jobs = spoiled(scatter, lambda bucket, *rest, spoil=spoil: spoil(bucket.flat))
+        assert "not that of its reference" in raised(VerifyError, hook.verify), kind
+        hook.scatter_jobs = scatter  # type: ignore[method-assign]
+        if kind != "NaN hidden":  # parameters are tried without any
+            hook.gather_jobs = spoiled(gather, lambda bucket, rows, spoil=spoil: spoil(rows[0]))
+            assert "gathered parameters" in raised(VerifyError, hook.verify), kind
+            hook.gather_jobs = gather  # type: ignore[method-assign]
+    hook.verify()
+
+
+@on_ranks(2, specs=("int2:feedback=true,exempt=none", "int2:feedback=true,exempt=none,residual=int8"))
+def test_verify_rejects_wrong_residuals(ranks: Ranks) -> None:
+    model = deep(ranks)
+    hook = ranks.register(model)
+    assert isinstance(hook, ShardedHook)
+    train(model, ranks.rank, 1)
+    hook.verify()
     jobs = hook.scatter_jobs
+    for kind, change in {"lost": lambda kept: kept * 0, "kept twice": lambda kept: kept * 2}.items():
 
-    def spoiled(bucket: Any, *rest: Any) -> Any:
-        def spoil(comm: Any) -> None:
-            bucket.flat[0] *= 1.01
+        def spoil(bucket: Any, rows: Any, alpha: float, store: Any, change: Any = change) -> None:
+            for _, chunk in hook.columns(bucket, rows.element_size(), hook.exchange):
+                store.put(chunk.segments, change(store.take(chunk.segments)))
 
-        return [*jobs(bucket, *rest), spoil]
-
-    hook.scatter_jobs = spoiled  # type: ignore[method-assign]
-    assert "not that of its reference" in raised(VerifyError, hook.verify)
+        hook.scatter_jobs = spoiled(jobs, spoil)
+        assert "residual" in raised(VerifyError, hook.verify), kind
+    hook.scatter_jobs = jobs  # type: ignore[method-assign]
+    hook.verify()
 
 
 @on_ranks(4)

@@ -68,6 +68,8 @@ class ShardedHook(Hook):
         """The last row of gradients that each unit of the model has reduced, by the unit's number."""
         self.gathered: dict[int, Row] = {}
         """The same of gathered parameters."""
+        self.plain_passes = 1
+        """How often a plain reduce-scatter sends the gradients: gloo does it as an all-reduce, which is twice."""
         self.uninstall: Callable[[], None] = lambda: None
         """Gives the model its own collectives back."""
         self._blocked_s = {"gradients": 0.0, "parameters": 0.0, "replicas": 0.0}
@@ -109,8 +111,7 @@ class ShardedHook(Hook):
         if isinstance(current, Coded):
             return self.runner.submit(self.scatter_jobs(bucket, rows, alpha, self._store), out)
         if current.averages:
-            sent_bytes = 2 * rows.nbytes * (self.size - 1) / self.size  # gloo does it as an all-reduce
-            _metered(self.runner.meter, plain, sent_bytes)
+            _metered(self.runner.meter, plain, self.plain_passes * rows.nbytes * (self.size - 1) / self.size)
         else:
             out.copy_(rows[self.rank])
         return done(out)

@@ -234,7 +234,7 @@ def make_runner(group: dist.ProcessGroup, device: torch.device) -> Runner:
     """An engine over a process group. All ranks of the group together."""
     if group.size() == 1:
         return StreamRunner(group, torch.device("cpu"))
-    if device.type != "cpu" and _backend_name(group, device) not in HOST_BLOCKING:
+    if device.type != "cpu" and backend_name(group, device) not in HOST_BLOCKING:
         if slow_link.get() is not None:
             raise RegisterError(f"an emulated link slows down CPU models only, and this one is on {device.type!r}")
         return StreamRunner(group, device)
@@ -244,7 +244,8 @@ def make_runner(group: dist.ProcessGroup, device: torch.device) -> Runner:
     return LaneRunner(lanes)
 
 
-def _backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
+def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The backend of a group that moves tensors of `device`, in lower case."""
     return str(backend_of(group, device).name()).lower()
 
 

@@ -26,7 +26,7 @@ from gradwire.exchanges import Exchange
 from gradwire.exchanges.bucket import Bucket, Segment
 from gradwire.exchanges.coded import Coded
 from gradwire.exchanges.sharded import Shard, check_gathers, check_scatters
-from gradwire.models.ddp import make_hook, make_runner
+from gradwire.models.ddp import backend_name, make_hook, make_runner
 from gradwire.models.sharded_checks import check_gather_types, check_units, replica_group, units_of
 
 
@@ -63,6 +63,7 @@ def attach_sharded(
         params=_named_parameters(units),
         requested=describe(exchange, gather, replicas),
     )
+    hook.plain_passes = 2 if backend_name(group, device) == "gloo" else 1
     try:
         if replicas is not None and across is not None:
             hook.replicas = make_hook(replicas, across, device, chunk_bytes, _local_parameters(units))
