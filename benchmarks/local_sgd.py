@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.models.ddp import register
+from gradwire.models.register import register
 from gradwire.optim import DiLoCo, LocalSGD
 from gradwire.testing import spawn_ranks
 from gradwire.tools.workload import Workload, WorkloadSettings

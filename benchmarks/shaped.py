@@ -104,13 +104,20 @@ def run_cell(ranks: int, rate: str | None, args: argparse.Namespace) -> list[dic
     return [{"ranks": ranks, "rate": rate, "bucket_mb": args.bucket_mb, **record} for record in records]
 
 
-def launch(names: list[str], hooks: list[str], args: argparse.Namespace, limit_s: float) -> list[dict]:
-    """One process a host; what rank 0 measured, or what became of it."""
+def launch(
+    names: list[str],
+    hooks: list[str],
+    args: argparse.Namespace,
+    limit_s: float,
+    script: str = __file__,
+    passed_on: tuple[str, ...] = PASSED_ON,
+) -> list[dict]:
+    """One process a name; what rank 0 measured, or what became of it."""
     with tempfile.TemporaryDirectory() as folder:
         job = Path(folder, "job.json")
-        settings = {"hooks": hooks, "ranks": len(names)} | {key: getattr(args, key) for key in PASSED_ON}
+        settings = {"hooks": hooks, "ranks": len(names)} | {key: getattr(args, key) for key in passed_on}
         job.write_text(json.dumps(settings))
-        processes = [start_rank(name, rank, job) for rank, name in enumerate(names)]
+        processes = [start_rank(name, rank, job, script) for rank, name in enumerate(names)]
         try:
             deadline = time.monotonic() + limit_s
             texts = [process.communicate(timeout=max(deadline - time.monotonic(), 0.1))[0] for process in processes]
@@ -127,9 +134,9 @@ def launch(names: list[str], hooks: list[str], args: argparse.Namespace, limit_s
         return [json.loads(line) for line in Path(folder, "records.jsonl").read_text().splitlines()]
 
 
-def start_rank(name: str, rank: int, job: Path) -> subprocess.Popen[str]:
+def start_rank(name: str, rank: int, job: Path, script: str) -> subprocess.Popen[str]:
     """A rank in its namespace, on one core."""
-    command = [*netns.on_host(name, rank), sys.executable, __file__]
+    command = [*netns.on_host(name, rank), sys.executable, script]
     env = {**os.environ, **KEEP_MEMORY, "GLOO_SOCKET_IFNAME": netns.INTERFACE, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         [*command, "--rank", str(rank), "--job", str(job)],

@@ -13,12 +13,18 @@ import torch.distributed as dist
 
 from gradwire.testing import spawn_ranks
 
+from .kit.versions import sharded_models
+
 ROOT = Path(__file__).parent.parent
 OTHERS = {"accelerate_ddp.py", "lightning_ddp.py", "trainer_ddp.py"}
 """Examples that need other packages."""
 CUSTOM = sorted((ROOT / "examples").glob("custom_*.py"))
 EXAMPLES = [path for path in sorted((ROOT / "examples").glob("*.py")) if path not in CUSTOM]
-OURS = [path for path in EXAMPLES if path.name not in OTHERS]
+OURS = [
+    pytest.param(path, marks=sharded_models if path.name in ("fsdp2.py", "hsdp.py") else (), id=path.name)
+    for path in EXAMPLES
+    if path.name not in OTHERS
+]
 UNDER_TORCHRUN = [
     pytest.param(path, marks=pytest.mark.integrations if path.name in OTHERS else ())
     for path in EXAMPLES
@@ -42,7 +48,7 @@ def test_an_example_runs_under_torchrun(example):
     assert "replicas bit-identical" in output_of(*launcher, *words)
 
 
-@pytest.mark.parametrize("example", OURS, ids=lambda path: path.name)
+@pytest.mark.parametrize("example", OURS)
 def test_an_example_trains_and_its_replicas_stay_identical(example, monkeypatch):
     """On forked ranks, in the environment that torchrun gives them: three processes of torchrun load torch anew."""
     size, words = command_of(example)

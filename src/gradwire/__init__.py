@@ -21,6 +21,7 @@ __all__ = [
     "__version__",
     "codec",
     "exchange",
+    "hsdp",
     "make_bucket",
     "register",
 ]
@@ -40,8 +41,9 @@ HOMES = {
     "VerifyError": "errors",
     "codec": "codecs",
     "exchange": "exchanges",
+    "hsdp": "models.register",
     "make_bucket": "exchanges",
-    "register": "models.ddp",
+    "register": "models.register",
 }
 """By public name, the module that has it: imported at the first use of the name, as torch takes seconds to load."""
 SUBMODULES = ("advisor", "codecs", "ddp_comm_hooks", "errors", "exchanges", "kernels", "optim", "report", "testing")
@@ -63,7 +65,7 @@ if TYPE_CHECKING:
     from gradwire.engine.verify import Verification
     from gradwire.errors import ExchangeError, GradwireError, RegisterError, SpecError, StateError, VerifyError
     from gradwire.exchanges import Bucket, Exchange, exchange, make_bucket
-    from gradwire.models.ddp import register
+    from gradwire.models.register import hsdp, register
 else:
 
     def __getattr__(name):

@@ -139,9 +139,9 @@ def test_an_exchange_without_a_reference_is_simulated_and_one_with_rejects_mutan
 def test_large_buckets_are_sampled_by_whole_tensors(monkeypatch):
     sizes = (30, 100, 40, 50)
     segments = segments_of([torch.empty(n) for n in sizes], [str(n) for n in sizes])
-    assert [s.numel for s in verifying._chosen(segments, 1000)] == [30, 100, 40, 50]
-    assert [s.numel for s in verifying._chosen(segments, 90)] == [30, 40]
-    assert [s.numel for s in verifying._chosen(segments, 20)] == [20]
+    assert [s.numel for s in verifying.chosen(segments, 1000)] == [30, 100, 40, 50]
+    assert [s.numel for s in verifying.chosen(segments, 90)] == [30, 40]
+    assert [s.numel for s in verifying.chosen(segments, 20)] == [20]
     monkeypatch.setattr(verifying, "MOST_VALUES", 1000)
 
     def run(rank):

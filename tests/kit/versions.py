@@ -24,3 +24,4 @@ def ddp_option(name: str) -> Any:
 
 complex_gradients = _since(13, "averaging complex gradients")
 compiled_codecs = _since(13, "compiled autograd through a codec")
+sharded_models = _since(13, "replacing the collectives of fully_shard")

@@ -4,7 +4,7 @@ import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from gradwire.engine.runner import Job, Runner
 from gradwire.engine.stats import Stats
 from gradwire.engine.stream import done
 from gradwire.engine.verify import Verification, verify
-from gradwire.errors import CLOSED, ExchangeError, RegisterError
+from gradwire.errors import CLOSED, ExchangeError, RegisterError, SpecError
 from gradwire.exchanges import Exact, Exchange, exchange
 from gradwire.exchanges.base import Comm
 from gradwire.exchanges.bucket import Bucket, Memory, Segment, Steps
@@ -46,6 +46,9 @@ class Hook:
 
     Call `switch`, `verify`, `state_dict(merged=True)` and `close` on all ranks together, between steps.
     """
+
+    can_pack_residuals: ClassVar[bool] = False
+    """Whether residuals can be kept in 8 bits."""
 
     def __init__(
         self,
@@ -244,7 +247,7 @@ class Hook:
         """
         residuals = self._residuals.copies()
         if merged and self.size > 1:
-            residuals = checkpoint.merged(residuals, self.replicated(), self._sum)
+            residuals = checkpoint.merged(residuals, self.replicated(), self.sum_over_ranks)
         rank = checkpoint.MERGED if merged else self.rank
         return checkpoint.pack(str(self.exchange), self.steps, rank, self.size, residuals, self._memory)
 
@@ -293,6 +296,8 @@ class Hook:
                 f"{new} keeps state between steps, which DDP's compiled reducer has no place for; set "
                 "torch._dynamo.config.optimize_ddp = 'ddp_optimizer' before building the model, or use another hook"
             )
+        if new.packs_residual and not self.can_pack_residuals:
+            raise SpecError(f"{new}: residual=int8 is for the gradients of models with fully_shard; leave it out here")
         new.check(list(self._params()))
         levels = new.levels(self.size)
         if self.size == 1:
@@ -322,7 +327,7 @@ class Hook:
         self.run(lambda comm: got.append(comm.all_gather(values).clone()))
         return got[0]
 
-    def _sum(self, values: Tensor) -> Tensor:
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
         """The sum over the ranks, on the CPU. All ranks together, between steps."""
         total = values.to(self.device)
 

@@ -74,7 +74,7 @@ class Verification:
 def verify(hook: Verifiable, params: Sequence[tuple[str, Tensor]]) -> Verification:
     """Check that the hook has run, that `params` are identical, and its results, on all ranks together."""
     name, averages = str(hook.exchange), hook.exchange.averages
-    steps = _check_fired(hook)
+    steps = check_fired(hook)
     different = _different(hook, params)
     if different and averages:
         raise VerifyError(
@@ -93,7 +93,8 @@ def verify(hook: Verifiable, params: Sequence[tuple[str, Tensor]]) -> Verificati
     return Verification(name, steps, True, worst.error, worst.bound, worst.reference)
 
 
-def _check_fired(hook: Verifiable) -> int:
+def check_fired(hook: Verifiable) -> int:
+    """Raise VerifyError unless the hook has run equally often on all ranks. Returns how often."""
     rows = hook.gather(torch.tensor([hook.fired, hook.steps], device=hook.device)).tolist()
     silent, counts = [rank for rank, (fired, _) in enumerate(rows) if fired == 0], [steps for _, steps in rows]
     if silent and counts[silent[0]]:
@@ -104,7 +105,8 @@ def _check_fired(hook: Verifiable) -> int:
     if silent:
         raise VerifyError(
             f"{hook.exchange}: the hook has not run on rank {', '.join(map(str, silent))}. Call verify() after a "
-            "backward pass through the DDP module itself (not model.module) and outside no_sync()"
+            "backward pass through the DDP module itself (not model.module) and outside no_sync(), or through the root "
+            "of a model with fully_shard, with gradient sync on"
         )
     if len(set(counts)) > 1:
         raise VerifyError(f"{hook.exchange}: ranks have averaged different numbers of steps: {counts}")
@@ -143,7 +145,7 @@ class _Error:
 
 def _try_out(hook: Verifiable, index: int, segments: tuple[Segment, ...]) -> _Error:
     """Average gradients such as the model's through the hook, with a state of their own, and compare."""
-    segments = _chosen(segments, MOST_VALUES // hook.size)
+    segments = chosen(segments, MOST_VALUES // hook.size)
     numel, memory, wanted_memory = sum(segment.numel for segment in segments), Memory(), Memory()
     residual = torch.zeros(numel, device=hook.device) if hook.exchange.takes_residual else None
     residuals = None if residual is None else [torch.zeros_like(residual)] * hook.size
@@ -165,13 +167,13 @@ def _try_out(hook: Verifiable, index: int, segments: tuple[Segment, ...]) -> _Er
         else:
             lost = torch.isfinite(exact) | ~torch.isfinite(flat)
             text = "" if lost.all() else "inf and NaN do not reach the result"
-        _raise_together(hook, text, flat)
+        raise_together(hook, text, flat)
         first = first or _errors(hook, flat, exact, inputs, None if wanted is None else wanted.mean)
     assert first is not None
     return first
 
 
-def _raise_together(hook: Verifiable, text: str, result: Tensor) -> None:
+def raise_together(hook: Verifiable, text: str, result: Tensor) -> None:
     """Raise on all ranks if any rank has a wrong result, or if their results are not the same bits."""
     rows = hook.gather(torch.stack([fingerprint(result), torch.tensor(len(text), device=hook.device)]))
     wrong = rows[:, 1].nonzero().flatten().tolist()
@@ -193,7 +195,7 @@ def _errors(hook: Verifiable, result: Tensor, exact: Tensor, inputs: Tensor, wan
     return _Error(error, reference, bound)
 
 
-def _chosen(segments: tuple[Segment, ...], most: int) -> tuple[Segment, ...]:
+def chosen(segments: tuple[Segment, ...], most: int) -> tuple[Segment, ...]:
     """Whole tensors of a bucket up to `most` values; the beginning of the first one if none is that small."""
     chosen, room = [], most
     for segment in segments:

@@ -127,6 +127,11 @@ class Exchange(ABC):
         return False
 
     @property
+    def packs_residual(self) -> bool:
+        """Whether the residual is to be kept in 8 bits, which only hooks of sharded models can do."""
+        return False
+
+    @property
     def align(self) -> int:
         """Chunks are cut at multiples of (ranks x align) values; 0: only between tensors."""
         return 1

@@ -22,6 +22,7 @@ from gradwire.spec import changed, write
 
 Shots = Literal["auto", "one", "two"]
 Accumulate = Literal["fp32", "wire"]
+Residual = Literal["fp32", "int8"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,9 @@ class Coded(Exchange):
     """`one`: all-gather. `two`: all-to-all, then all-gather. `auto`: one at 2 ranks, two above."""
     feedback: bool | None = None
     """Error feedback: add back at the next step what this step's encoding lost. By default only topk does."""
+    residual: Residual = "fp32"
+    """How feedback keeps what was lost, for sharded models, where it is as large as the whole model on every rank:
+    `fp32`, or `int8` with 8 bits per value."""
     exempt: str | None = None
     """Tensors that travel in float32: `auto` (one dimension, or under 1024 values), `none`, or a pattern of names such
     as `norm|bias|head`. By default `auto` for codecs of 6 bits or less."""
@@ -58,6 +62,8 @@ class Coded(Exchange):
             raise SpecError(f"{name}: accumulate=wire takes neither feedback nor shots nor exempt; use accumulate=fp32")
         if self.allocate and (not self.codec.allocatable_bits or self.feedback):
             raise SpecError(f"{name}: allocate=true is for int2 to int6, without feedback")
+        if self.residual != "fp32" and not self.feedback:
+            raise SpecError(f"{name}: residual={self.residual} goes with feedback=true")
         if not 0.0 <= self.fairness <= 1.0:
             raise SpecError(f"{name}: fairness must be from 0 to 1, got {self.fairness}")
         check_pattern(name, str(self.exempt))
@@ -71,6 +77,11 @@ class Coded(Exchange):
     def takes_residual(self) -> bool:
         """With feedback on."""
         return bool(self.feedback)
+
+    @property
+    def packs_residual(self) -> bool:
+        """With `residual=int8`."""
+        return self.residual == "int8"
 
     @property
     def traceable(self) -> bool:
@@ -127,7 +138,7 @@ class Coded(Exchange):
             exempt = [self._exempts(segment) for segment in first.segments]
             return allocated_reference(buckets, self.codec.allocatable_bits, self.fairness, exempt, one)
         values = [fed(bucket, None if residuals is None else residuals[i]) for i, bucket in enumerate(buckets)]
-        runs = joined(self._runs(first), self.codec)
+        runs = joined(self.runs(first), self.codec)
         codecs = [self.codec] * size
         if first.segments:
             start = first.segments[0]
@@ -141,7 +152,7 @@ class Coded(Exchange):
 
     def plan(self, bucket: Bucket, parts: int) -> WirePlan:
         """Which rank averages what. Codecs with blocks see one tensor at a time."""
-        return plan(self._runs(bucket), parts, self.codec)
+        return plan(self.runs(bucket), parts, self.codec)
 
     def warm_up(self, device: torch.device) -> None:
         """Use every kernel once."""
@@ -159,7 +170,8 @@ class Coded(Exchange):
         """Raise SpecError, or warn, if `exempt` makes no sense for the model."""
         check_matches(self.codec.name, str(self.exempt), params)
 
-    def _runs(self, bucket: Bucket) -> tuple[Run, ...]:
+    def runs(self, bucket: Bucket) -> tuple[Run, ...]:
+        """The tensors of a bucket, and which of them are exempt."""
         return tuple(Run(segment.numel, self._exempts(segment)) for segment in bucket.segments)
 
     def _exempts(self, segment: Segment) -> bool:

@@ -24,8 +24,8 @@ def check_model(model: object, wanted: str) -> None:
     """Raise RegisterError unless `model` is a DDP model without a hook. `wanted` is the spec to register."""
     if not isinstance(model, DistributedDataParallel):
         raise RegisterError(
-            f"register() takes a torch.nn.parallel.DistributedDataParallel, got {type(model).__name__}; wrap the model "
-            "first: model = DistributedDataParallel(model)"
+            f"register() takes a torch.nn.parallel.DistributedDataParallel, or a model with fully_shard (FSDP2); got "
+            f"{type(model).__name__} without either; wrap the model first: model = DistributedDataParallel(model)"
         )
     if not dist.is_initialized():
         raise RegisterError("there is no process group: call torch.distributed.init_process_group() before registering")

@@ -1,4 +1,4 @@
-"""register() for DistributedDataParallel: what DDP calls for every bucket, and the Future that it gets."""
+"""A hook on a DistributedDataParallel model: what DDP calls for every bucket, and the Future that it gets."""
 
 # DDP reads the annotations of a hook as objects, so this module must not postpone their evaluation.
 
@@ -24,14 +24,12 @@ from gradwire._torch.ddp import (
 )
 from gradwire._torch.distributed import backend_of, store_of, timeout_of
 from gradwire._torch.traced import plain_name, uncompiled
-from gradwire.auto.pilot import Pilot
-from gradwire.auto.settings import auto
 from gradwire.engine.hook import Hook
 from gradwire.engine.lanes import Lanes, slow_link
 from gradwire.engine.runner import LaneRunner, Runner
 from gradwire.engine.stream import StreamRunner
 from gradwire.errors import ExchangeError, GradwireError, RegisterError, SpecError
-from gradwire.exchanges import Exact, Exchange, exchange
+from gradwire.exchanges import Exchange
 from gradwire.exchanges.base import DEFAULT_BUCKETS, Comm
 from gradwire.exchanges.bucket import Bucket, Segment, segments_of
 from gradwire.models.buckets import check_bucket_mb, rebucket
@@ -47,43 +45,6 @@ HOST_BLOCKING = ("gloo", "mpi", "ucc")
 _engines_made: "weakref.WeakKeyDictionary[Any, Iterable[int]]" = weakref.WeakKeyDictionary()
 
 
-def register(
-    model: DistributedDataParallel,
-    spec: str | Exchange,
-    *,
-    chunk_bytes: int | None = None,
-    bucket_mb: float | None = None,
-    **options: object,
-) -> Hook:
-    """Average the gradients of a DDP model through a hook. Call it once, on all ranks, before training.
-
-    Args:
-        model: The model, wrapped in DistributedDataParallel.
-        spec: The hook, such as `"int8"` or `"int4:block=32"`, or an exchange object. `"auto"` tries several hooks while
-            the model trains and continues with the best one.
-        chunk_bytes: How many bytes of gradient travel at a time. The default suits nearly all models.
-        bucket_mb: The size of the buckets that DDP fills, in MiB. By default a CPU model that was built without a
-            `bucket_cap_mb` gets smaller buckets than DDP's 25 MB, so that more of the communication is hidden.
-        options: Options of the spec as keywords.
-
-    Returns:
-        The hook at work: `stats()`, `verify()`, `switch()`, `state_dict()`, `close()`.
-
-    Raises:
-        SpecError: If the spec names an unknown hook or option, or gives an option a value that it cannot take.
-        RegisterError: If the model cannot carry the hook, or if the ranks do not request the same one.
-
-    Example:
-        >>> model = DistributedDataParallel(model)
-        >>> hook = gradwire.register(model, "int8")
-    """
-    if (settings := auto(spec, **options)) is not None:
-        hook = attach(model, Exact(), chunk_bytes=chunk_bytes, bucket_mb=bucket_mb, requested=str(settings))
-        hook.pilot = Pilot(hook, settings) if hook.size > 1 else None
-        return hook
-    return attach(model, exchange(spec, **options), chunk_bytes=chunk_bytes, bucket_mb=bucket_mb)
-
-
 def attach(
     model: DistributedDataParallel,
     exchange: Exchange,
@@ -93,14 +54,13 @@ def attach(
     bucket_mb: float | None = None,
     requested: str | None = None,
 ) -> Hook:
-    """Give `model` a hook that averages over `group`, by default the model's own group. See `register`."""
+    """Give `model` a hook that averages over `group`, by default the model's own group. See `gradwire.register`."""
     model = uncompiled(model)
     check_model(model, requested or str(exchange))
     check_group(group)
     params, replicated = _named_parameters(model), _named_parameters(model, frozen=True)
     check_parameters(model, params())
-    if chunk_bytes is not None and (not isinstance(chunk_bytes, int) or chunk_bytes < 1024):
-        raise SpecError(f"chunk_bytes must be a whole number of at least 1024, got {chunk_bytes!r}")
+    check_chunk_bytes(chunk_bytes)
     check_bucket_mb(bucket_mb)
     traced = has_python_reducer(model)
     if traced and requested is not None:
@@ -123,6 +83,12 @@ def attach(
     return hook
 
 
+def check_chunk_bytes(chunk_bytes: object) -> None:
+    """Raise SpecError unless `chunk_bytes` is None or a size that chunks can have."""
+    if chunk_bytes is not None and (not isinstance(chunk_bytes, int) or chunk_bytes < 1024):
+        raise SpecError(f"chunk_bytes must be a whole number of at least 1024, got {chunk_bytes!r}")
+
+
 def make_hook(
     exchange: Exchange,
     group: dist.ProcessGroup,
@@ -135,7 +101,7 @@ def make_hook(
     unused: bool = False,
 ) -> Hook:
     """A hook over a process group, not tied to any model. All ranks of the group together. See `Hook`."""
-    runner = _runner(group, device)
+    runner = make_runner(group, device)
     try:
         return Hook(
             exchange,
@@ -264,10 +230,11 @@ def _sum_(comm: Comm, values: Tensor) -> None:
     comm.all_reduce_(values)
 
 
-def _runner(group: dist.ProcessGroup, device: torch.device) -> Runner:
+def make_runner(group: dist.ProcessGroup, device: torch.device) -> Runner:
+    """An engine over a process group. All ranks of the group together."""
     if group.size() == 1:
         return StreamRunner(group, torch.device("cpu"))
-    if device.type != "cpu" and _backend_name(group, device) not in HOST_BLOCKING:
+    if device.type != "cpu" and backend_name(group, device) not in HOST_BLOCKING:
         if slow_link.get() is not None:
             raise RegisterError(f"an emulated link slows down CPU models only, and this one is on {device.type!r}")
         return StreamRunner(group, device)
@@ -277,7 +244,8 @@ def _runner(group: dist.ProcessGroup, device: torch.device) -> Runner:
     return LaneRunner(lanes)
 
 
-def _backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
+def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The backend of a group that moves tensors of `device`, in lower case."""
     return str(backend_of(group, device).name()).lower()
 
 

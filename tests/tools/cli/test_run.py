@@ -13,6 +13,7 @@ import pytest
 
 from gradwire.tools.cli import main
 
+from ...kit.versions import sharded_models
 from .messages import is_short
 
 GRADWIRE = (sys.executable, "-m", "gradwire")
@@ -61,6 +62,18 @@ def work(rank, store):
 if __name__ == "__main__":
     torch.multiprocessing.spawn(work, (sys.argv[1],), nprocs=2)
     print("spawned")
+"""
+
+SHARDED = """
+from torch.distributed.fsdp import fully_shard
+dist.init_process_group("gloo")
+mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+for module in (*model, model):
+    fully_shard(module, mesh=mesh)
+for step in range(3):
+    model(torch.randn(2, 64)).sum().backward()
+dist.destroy_process_group()
 """
 
 OWN_HOOK = """
@@ -149,6 +162,13 @@ def test_a_script_with_a_hook_of_its_own_is_told_why_not_and_once(tmp_path, run)
     assert "the script registers its own: fp16_compress_hook. Remove that line" in err
     assert err.count("Traceback") == 1
     assert "runpy" not in err
+
+
+@sharded_models
+def test_a_script_with_fully_shard_gets_its_hook_at_the_first_forward_pass(tmp_path, run):
+    code, _, err = run("--hook", "int8", "--gather", "bf16", "--nproc", "2", script(tmp_path, SHARDED))
+    assert code == 0, err
+    assert "gradwire run: int8, gather=bf16 averaged 3 steps on 2 ranks; each rank sent" in err
 
 
 def test_a_script_without_ddp_is_an_error(tmp_path, run):

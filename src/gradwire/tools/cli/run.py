@@ -9,13 +9,15 @@ from gradwire.tools.launch.run import run as run_script
 from gradwire.tools.records.jsonl import json_text
 
 DESCRIPTION = """\
-Run an unmodified DDP script under a hook, which is registered when the script builds its DistributedDataParallel. It
-is an error if the script never builds one, or registers a hook of its own.
+Run an unmodified script under a hook, which is registered when the script builds its DistributedDataParallel, or when
+the first forward pass of a model with fully_shard (FSDP2) begins. It is an error if the script has no such model, or
+registers a hook of its own.
 """
 EXAMPLES = """\
 gradwire run --hook bf16 --nproc 2 train.py --epochs 3       like torchrun --nproc-per-node 2 train.py --epochs 3
 gradwire run --hook int4 train.py                            a script that starts its ranks itself
 gradwire run --hook powersgd:rank=2 --nproc 8 -m project.train
+gradwire run --hook int8 --gather bf16 --nproc 4 fsdp2.py    a script with fully_shard
 gradwire run --hook int8 --link 1gbit,latency=1ms --nproc 2 train.py
 torchrun --nnodes 2 --nproc-per-node 8 ... -m gradwire.run --hook int4 train.py
 """
@@ -26,6 +28,7 @@ def add(verbs: Any, line: str) -> None:
     parser = add_verb(verbs, "run", line, DESCRIPTION, EXAMPLES)
     option = parser.add_argument
     option("--hook", required=True, metavar="SPEC", help="the hook, such as bf16, int4, powersgd:rank=2 or auto")
+    option("--gather", metavar="SPEC", help="for models with fully_shard: how parameters are gathered, such as bf16")
     add_link(parser)
     option(
         "--json",
@@ -37,7 +40,7 @@ def add(verbs: Any, line: str) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Run the script and print what the hooks of its models have done."""
-    models = run_script(script_of(args), args.hook, link=args.link, **ranks_of(args))
+    models = run_script(script_of(args), args.hook, gather=args.gather, link=args.link, **ranks_of(args))
     if args.json:
         if models:  # under a launcher only rank 0 has any
             print(json_text({"models": models}, indent=None), flush=True)

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire._torch.ddp import comm_hook_of, guard_register_builtin
@@ -27,6 +28,14 @@ def built(model: DistributedDataParallel) -> None:
     plan = RunPlan.current()
     if plan is not None:
         _guard_slot(plan.verb)
+        note_uncaught(plan)
+        plan.follow(model)
+
+
+def sharded(model: nn.Module) -> None:
+    """The same for the root of a model with `fully_shard`. Only `gradwire run` knows what to do with one."""
+    plan = RunPlan.current()
+    if plan is not None and plan.verb == "run":
         note_uncaught(plan)
         plan.follow(model)
 

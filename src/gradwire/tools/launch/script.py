@@ -12,12 +12,10 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import TracebackType
 
-from torch.nn.parallel import DistributedDataParallel
-
 from gradwire.errors import SpecError
 from gradwire.tools.launch.inside import note_failure
 from gradwire.tools.launch.plan import RunPlan
-from gradwire.tools.launch.startup.sitecustomize import patch
+from gradwire.tools.launch.startup.sitecustomize import patch_imported
 from gradwire.tools.launch.supervise import RunFailed
 
 OURS = (__file__, "<frozen runpy>", runpy.__file__)
@@ -60,7 +58,7 @@ class Script:
 def run_under(plan: RunPlan, script: Script) -> None:
     """Run a script in this process, and processes below it, under a plan. RunFailed with the script's own traceback."""
     os.environ.update(plan.environment())
-    patch(DistributedDataParallel)
+    patch_imported()
     try:
         script.run()
     except SystemExit as stop:

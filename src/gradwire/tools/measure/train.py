@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.engine.hook import Hook
 from gradwire.engine.verify import fingerprint
 from gradwire.errors import VerifyError
-from gradwire.models.ddp import register
+from gradwire.models.register import register
 from gradwire.tools.launch.launch import Report
 from gradwire.tools.launch.link import emulate
 from gradwire.tools.records.records import NO_LINK, PLAIN, Record, Settings, Split

@@ -1,4 +1,4 @@
-"""Runs at the start of every Python process below `gradwire run`, and patches DDP when the process imports torch.
+"""Runs at the start of every Python process below `gradwire run`, and patches DDP and FSDP2 when they are imported.
 
 It must cost nothing in processes without torch, so it imports neither torch nor gradwire; gradwire is imported when a
 model is built. Another `sitecustomize` on the path is run as well.
@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 DDP_MODULE = "torch.nn.parallel.distributed"
+FSDP_MODULE = "torch.distributed.fsdp._fully_shard._fsdp_state"
 
 
 def patch(ddp: Any) -> None:
@@ -33,19 +34,44 @@ def patch(ddp: Any) -> None:
     ddp.__init__ = init
 
 
+def patch_fsdp(module: ModuleType) -> None:
+    """Call `inside.sharded` with the root of every model with `fully_shard`, when its first forward pass begins."""
+
+    def first_forward(model: Any) -> None:
+        from gradwire.tools.launch.inside import sharded
+
+        sharded(model)
+
+    from gradwire._torch.fsdp import on_root
+
+    on_root(module.FSDPState, first_forward)
+
+
+def patch_imported() -> None:
+    """Patch what this process has imported already, and the rest when it is imported."""
+    for name, change in PATCHES.items():
+        if name in sys.modules:
+            change(sys.modules[name])
+    if not any(isinstance(finder, PatchOnImport) for finder in sys.meta_path):
+        sys.meta_path.insert(0, PatchOnImport())
+
+
+PATCHES = {DDP_MODULE: lambda module: patch(module.DistributedDataParallel), FSDP_MODULE: patch_fsdp}
+
+
 class PatchOnImport:
-    """An import finder for one module, which patches it as soon as it is loaded."""
+    """An import finder for the modules of PATCHES, which patches them as soon as they are loaded."""
 
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
         """None for every other module, which is left to the next finder."""
-        spec = PathFinder.find_spec(name, path) if name == DDP_MODULE else None
+        spec = PathFinder.find_spec(name, path) if name in PATCHES else None
         if spec is None or spec.loader is None:
             return None
         load = spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
             load(module)
-            patch(module.DistributedDataParallel)
+            PATCHES[name](module)
 
         setattr(spec.loader, "exec_module", exec_module)  # noqa: B010 - mypy, methods are not attributes
         return spec

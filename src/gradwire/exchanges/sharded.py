@@ -1,0 +1,214 @@
+"""Coded reduce-scatter and all-gather, for models whose parameters are sharded over the ranks (FSDP2).
+
+    rank 0  [ row 0 | row 1 ]    reduce-scatter    rank 0  [ sum of the rows 0 ]
+    rank 1  [ row 0 | row 1 ]   --------------->   rank 1  [ sum of the rows 1 ]
+
+A row holds the shards of one rank: a piece of every parameter, in the same order and of the same sizes in every row, so
+the segments of one row describe all of them. Blocks of a codec never hold values of two tensors. Both algorithms use
+the part encoders of `plan.py` and the codec of a `Coded` exchange; its other options are those of averages.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradwire.codecs.base import Codec, new_total
+from gradwire.errors import SpecError
+from gradwire.exchanges.base import Comm, Exchange
+from gradwire.exchanges.bucket import Bucket, Segment
+from gradwire.exchanges.coded import Coded
+from gradwire.exchanges.exact import Exact, Noop
+from gradwire.exchanges.plan import Part, decode_part_, encode_part, joined, keep_loss_
+from gradwire.exchanges.reference import Reference, kept
+from gradwire.kernels.memory import empty
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """How one parameter is cut: every row holds `padded.numel()` of its values."""
+
+    name: str
+    param: Tensor
+    """The sharded parameter, which has the shape of the whole one."""
+    whole: torch.Size
+    """The shape of the whole parameter."""
+    padded: torch.Size
+    """The shape of the largest shard. Smaller ones are padded with zeros, at the end."""
+    dim: int
+    """The dimension that is cut. All but dimension 0 are cut evenly."""
+
+    @property
+    def segment(self) -> Segment:
+        """Its values within a row."""
+        return Segment(self.name, self.param, 0, self.padded.numel())
+
+    def to_rows(self, flat: Tensor, size: int) -> Tensor:
+        """The values of the whole parameter, (numel,), as the rows of `size` ranks."""
+        if self.dim:
+            return torch.stack(flat.view(self.whole).chunk(size, self.dim)).reshape(size, -1)
+        rows = flat.new_zeros(size * self.padded.numel())
+        rows[: flat.numel()] = flat
+        return rows.view(size, -1)
+
+    def from_rows(self, rows: Tensor) -> Tensor:
+        """The inverse of `to_rows`."""
+        if self.dim:
+            return torch.cat(rows.view(-1, *self.padded).unbind(), self.dim).reshape(-1)
+        return rows.reshape(-1)[: self.whole.numel()].clone()
+
+
+# -- which exchanges can do it ----------------------------------------------------------------------------------------
+
+
+def check_scatters(exchange: Exchange) -> None:
+    """Raise SpecError unless the exchange can reduce-scatter gradients."""
+    if isinstance(exchange, Exact | Noop):
+        return
+    if not isinstance(exchange, Coded):
+        raise SpecError(
+            f"{exchange} cannot reduce-scatter the gradients of a sharded model; use exact or a codec such as int8, "
+            "and powersgd for replicas=..., where whole shards are averaged"
+        )
+    _check_options(exchange, "the reduce-scatter of a sharded model", ("accumulate", "shots", "allocate"))
+
+
+def check_gathers(exchange: Exchange) -> None:
+    """Raise SpecError unless the exchange can carry gathered parameters."""
+    if isinstance(exchange, Exact):
+        return
+    if not isinstance(exchange, Coded) or exchange.codec.needs_feedback:
+        raise SpecError(f"gather={exchange} cannot carry parameters; use exact, bf16, fp16, fp8, int8 or another codec")
+    if exchange.codec.is_random:
+        raise SpecError(
+            f"gather={exchange} rounds stochastically, so that forward and backward would use different parameters; "
+            f"use gather={exchange.codec.name}"
+        )
+    _check_options(exchange, "the gather of parameters", ("accumulate", "shots", "allocate", "feedback"))
+
+
+def _check_options(exchange: Coded, what: str, options: Sequence[str]) -> None:
+    plain = Coded(exchange.codec)
+    wrong = [name for name in options if getattr(exchange, name) != getattr(plain, name)]
+    if wrong:
+        raise SpecError(f"{exchange}: {what} has no option {', '.join(wrong)}; leave it out")
+
+
+# -- the algorithms ---------------------------------------------------------------------------------------------------
+
+
+def scatter_(
+    coded: Coded, rows: Tensor, out: Tensor, bucket: Bucket, comm: Comm, alpha: float, residual: Tensor | None = None
+) -> None:
+    """`out = alpha * (sum over the ranks of the row of this rank)`. `rows` is (size, n) and `out` is (n,).
+
+    1. Encode each row for its owner; the own row stays as it is.  2. All-to-all.  3. The owner adds its own row and the
+    decoded ones, in the order of the ranks, in float32.
+
+    Args:
+        coded: The codec, and which tensors travel in float32.
+        rows: The gradients of this rank. They stay as they are.
+        out: The result, in any floating type.
+        bucket: Its segments are those of a row, its index and step seed what is random; `flat` is not used.
+        comm: The collectives. All ranks must call this with the same sizes.
+        alpha: The factor of the sum: 1 / size for the mean.
+        residual: With feedback, (size, n) in float32: added to `rows` first, then what the encoding of each row has
+            lost. If the sum of any row is not finite it stays as it was, on all ranks.
+    """
+    work = rows if residual is None else rows + residual  # float32, or float64 for float64 gradients
+    whole, own = coded.plan(bucket, 1), comm.rank
+    (part,), wires = whole.parts, empty((comm.size, whole.wire_bytes), torch.uint8, rows.device)
+    others = [rank for rank in range(comm.size) if rank != own]
+    for rank in others:
+        encode_part(_seeded(coded, bucket, own, rank), work[rank], part, wires[rank])
+    arrived = comm.all_to_all(wires)
+    total = new_total(out) if out.dtype.itemsize < 4 else out  # 16 bits are too coarse to add up in
+    total.copy_(work[own]).mul_(alpha)
+    for rank in others:
+        decode_part_(coded.codec, total, part, arrived[rank], alpha=alpha, add=True)
+    if total is not out:
+        out.copy_(total)
+    if residual is not None:
+        _keep_lost_(coded.codec, work, part, wires, comm, out, residual)
+
+
+def _keep_lost_(
+    codec: Codec, work: Tensor, part: Part, wires: Tensor, comm: Comm, out: Tensor, residual: Tensor
+) -> None:
+    """Replace the residual by what the encoding of the rows has lost, unless the sum of any row is not finite."""
+    lost = torch.zeros_like(residual)
+    for rank, (row, wire) in enumerate(zip(work, wires, strict=True)):
+        if rank != comm.rank:
+            keep_loss_(codec, row, part, wire, lost[rank])
+    finite = comm.all_gather(torch.isfinite(out).all().to(torch.int32).reshape(1))  # a rank has seen its own sum only
+    residual.copy_(torch.where(finite.all(), lost, residual.nan_to_num(0.0, 0.0, 0.0)))  # inf would stay for ever
+
+
+def gather_(coded: Coded, rows: Tensor, bucket: Bucket, comm: Comm) -> None:
+    """Fill `rows`, (size, n), with the decoded row of every rank. The own one must be there, and is decoded too.
+
+    So all ranks hold the same bits for the same parameter, the owner among them.
+    """
+    whole = coded.plan(bucket, 1)
+    (part,), wires = whole.parts, comm.rows(whole.wire_bytes, torch.uint8, rows.device)
+    encode_part(coded.codec, rows[comm.rank], part, wires[comm.rank])
+    for row, wire in zip(rows, comm.all_gather_(wires), strict=True):
+        decode_part_(coded.codec, row, part, wire)
+
+
+def _seeded(coded: Coded, bucket: Bucket, rank: int, row: int) -> Codec:
+    """The codec, with a seed of its own for every rank, row, step and chunk if it rounds stochastically."""
+    if not coded.codec.is_random or not bucket.segments:
+        return coded.codec
+    first = bucket.segments[0]
+    return coded.codec.seeded(rank, row, bucket.step, first.name, first.start)
+
+
+# -- their references -------------------------------------------------------------------------------------------------
+
+
+def scatter_reference(
+    coded: Coded, everyone: Sequence[Tensor], bucket: Bucket, alpha: float, residuals: Sequence[Tensor] | None = None
+) -> Reference:
+    """What `scatter_` must give on all ranks together, from the `rows` of all ranks, tensor by tensor.
+
+    Returns:
+        The results of the ranks one after another, (size, n) in the type of the rows, and the new residual of each.
+    """
+    size = len(everyone)
+    wide = torch.float64 if everyone[0].dtype == torch.float64 else torch.float32
+    values = [rows.to(wide) if residuals is None else rows.to(wide) + residuals[i] for i, rows in enumerate(everyone)]
+    total, lost = torch.zeros(everyone[0].shape, dtype=wide), [torch.zeros(rows.shape) for rows in everyone]
+    for owner in range(size):
+        codecs = [_seeded(coded, bucket, rank, owner) for rank in range(size)]
+        for where, exempt in _tensors(coded, bucket):
+            total[owner, where] = values[owner][owner, where] * alpha
+            for rank in (rank for rank in range(size) if rank != owner):
+                sent = values[rank][owner, where]
+                total[owner, where] += sent.float() * alpha if exempt else _decoded(codecs[rank], sent, alpha)
+                lost[rank][owner, where] = 0.0 if exempt else sent - _decoded(codecs[rank], sent)
+    total = total.to(everyone[0].dtype)
+    return Reference(total, torch.zeros(()), kept(total, residuals, lost))
+
+
+def gather_reference(coded: Coded, rows: Tensor, bucket: Bucket) -> Tensor:
+    """What `gather_` must give, from the exact rows of all ranks: each tensor through the codec by itself."""
+    result = rows.clone()
+    for row in result:
+        for where, exempt in _tensors(coded, bucket):
+            row[where] = row[where].float() if exempt else _decoded(coded.codec, row[where])
+    return result
+
+
+def _decoded(codec: Codec, values: Tensor, alpha: float = 1.0) -> Tensor:
+    wide = torch.float64 if values.dtype == torch.float64 else torch.float32
+    return codec.decode_(torch.empty(values.shape, dtype=wide), codec.encode(values.contiguous()), alpha=alpha)
+
+
+def _tensors(coded: Coded, bucket: Bucket) -> list[tuple[slice, bool]]:
+    """Where each run of values that are coded together lies in a row, and whether it travels in float32."""
+    runs = joined(coded.runs(bucket), coded.codec)
+    ends = list(itertools.accumulate(run.numel for run in runs))
+    return [(slice(end - run.numel, end), run.exempt) for run, end in zip(runs, ends, strict=True)]

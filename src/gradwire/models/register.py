@@ -1,0 +1,141 @@
+"""register(): one call for every kind of model. The only place that looks at the model's type."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire._torch.traced import uncompiled
+from gradwire.auto.pilot import Pilot
+from gradwire.auto.settings import auto
+from gradwire.engine.hook import Hook
+from gradwire.errors import RegisterError, SpecError
+from gradwire.exchanges import Exact, Exchange, exchange
+from gradwire.models.ddp import attach, check_chunk_bytes
+from gradwire.models.fsdp import attach_sharded
+from gradwire.models.sharded_checks import check_mesh, is_sharded
+
+
+def register(
+    model: nn.Module,
+    spec: str | Exchange,
+    *,
+    gather: str | Exchange | None = None,
+    replicas: str | Exchange | None = None,
+    mesh: Any = None,
+    chunk_bytes: int | None = None,
+    bucket_mb: float | None = None,
+    **options: object,
+) -> Hook:
+    """Communicate the gradients of a model through a hook. Call it once, on all ranks, before training.
+
+    Args:
+        model: A model wrapped in DistributedDataParallel, or one on which `fully_shard` (FSDP2) was called.
+        spec: The hook, such as `"int8"` or `"int4:block=32"`, or an exchange object. For DDP, `"auto"` tries several
+            hooks while the model trains and continues with the best one.
+        gather: For `fully_shard`: how parameters travel when they are gathered, such as `"bf16"` or `"int8"`. By
+            default `"exact"`.
+        replicas: For `fully_shard` on the shards of a 2-D mesh: how gradients are averaged across the replicas.
+        mesh: With `replicas`: the 2-D mesh of (replicas, shards).
+        chunk_bytes: How many bytes of gradient travel at a time. The default suits nearly all models.
+        bucket_mb: For DDP: the size of the buckets that it fills, in MiB. By default a CPU model that was built without
+            a `bucket_cap_mb` gets smaller buckets than DDP's 25 MB, so that more of the communication is hidden.
+        options: Options of the spec as keywords.
+
+    Returns:
+        The hook at work: `stats()`, `verify()`, `switch()`, `state_dict()`, `close()`.
+
+    Raises:
+        SpecError: If a spec names an unknown hook or option, or gives an option a value that it cannot take.
+        RegisterError: If the model cannot carry the hook, or if the ranks do not request the same one.
+
+    Example:
+        >>> model = DistributedDataParallel(model)
+        >>> hook = gradwire.register(model, "int8")
+
+        >>> fully_shard(model)
+        >>> hook = gradwire.register(model, "int8", gather="bf16")
+    """
+    check_chunk_bytes(chunk_bytes)
+    plain = uncompiled(model)
+    if isinstance(plain, DistributedDataParallel) or not is_sharded(plain):
+        _refuse("a model without fully_shard", gather=gather, replicas=replicas, mesh=mesh)
+        return _register_ddp(model, spec, chunk_bytes, bucket_mb, **options)
+    _refuse("a model with fully_shard", bucket_mb=bucket_mb)
+    if auto(spec, **options) is not None:
+        raise RegisterError("auto chooses among the hooks of a DDP model; with fully_shard name one, such as 'int8'")
+    return attach_sharded(
+        plain,
+        exchange(spec, **options),
+        exchange("exact" if gather is None else gather),
+        None if replicas is None else exchange(replicas),
+        mesh=mesh,
+        chunk_bytes=chunk_bytes,
+    )
+
+
+def hsdp(
+    model: nn.Module,
+    mesh: Any,
+    spec: str | Exchange = "exact",
+    *,
+    units: Iterable[nn.Module] = (),
+    gather: str | Exchange = "exact",
+    replicas: str | Exchange = "int8",
+    chunk_bytes: int | None = None,
+    **options: Any,
+) -> Hook:
+    """Shard a model over one dimension of a 2-D mesh, and average its gradients across the other through a hook.
+
+    FSDP2's own HSDP (`fully_shard` with a 2-D mesh) has a fixed all-reduce across replicas. This is the same training
+    with `fully_shard` on the mesh of the shards alone. On a mesh of 1-rank shards it is data-parallel training without
+    DDP.
+
+    Args:
+        model: The model, not sharded yet.
+        mesh: A 2-D mesh of (replicas, shards) with names, such as
+            `init_device_mesh("cuda", (nodes, gpus), mesh_dim_names=("replicate", "shard"))`.
+        spec: How gradients are reduce-scattered over the shards.
+        units: The modules that are gathered and reduced by themselves, such as `model.layers`, before the rest.
+        gather: How parameters travel when they are gathered.
+        replicas: How the shards of the gradients are averaged across replicas; any hook, `powersgd` too.
+        chunk_bytes: As for `register`.
+        options: Those of `fully_shard`, such as `mp_policy` or `reshard_after_forward`.
+
+    Returns:
+        The hook, as of `register`.
+
+    Raises:
+        SpecError: If a spec is not valid, or if `mesh` is not a 2-D mesh with names.
+        RegisterError: If the model cannot carry the hook.
+
+    Example:
+        >>> mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        >>> hook = gradwire.hsdp(model, mesh, units=model.layers, replicas="int4")
+    """
+    check_mesh(mesh)
+    if not mesh.mesh_dim_names:
+        raise SpecError("the dimensions of the mesh need names, as in mesh_dim_names=('replicate', 'shard')")
+    from torch.distributed.fsdp import fully_shard  # takes long to import, and DDP models do not need it
+
+    shards = mesh[mesh.mesh_dim_names[1]]
+    for unit in (*units, model):
+        fully_shard(unit, mesh=shards, **options)
+    return register(model, spec, gather=gather, replicas=replicas, mesh=mesh, chunk_bytes=chunk_bytes)
+
+
+def _register_ddp(
+    model: Any, spec: str | Exchange, chunk_bytes: int | None, bucket_mb: float | None, **options: object
+) -> Hook:
+    if (settings := auto(spec, **options)) is not None:
+        hook = attach(model, Exact(), chunk_bytes=chunk_bytes, bucket_mb=bucket_mb, requested=str(settings))
+        hook.pilot = Pilot(hook, settings) if hook.size > 1 else None
+        return hook
+    return attach(model, exchange(spec, **options), chunk_bytes=chunk_bytes, bucket_mb=bucket_mb)
+
+
+def _refuse(what: str, **given: object) -> None:
+    """Raise SpecError for arguments that do nothing for this kind of model."""
+    if wrong := [name for name, value in given.items() if value is not None]:
+        raise SpecError(f"{what} has no use for {', '.join(wrong)}; leave it out")
