@@ -45,6 +45,7 @@ UNTIMED, TIMED = 2, 5
 CHUNK_BYTES = 16_384
 TIMEOUT_S = 300.0
 """A kernel may have to be compiled while other ranks wait."""
+MOST_TEXTS = 5
 TEST_DEVICE = "testdev"
 SMALL = WorkloadSettings(layers=1, width=64, context=32, batch=2, optimizer="sgd", text_bytes=500_000)
 MIDDLE = WorkloadSettings(layers=2, width=128, context=32, optimizer="sgd", text_bytes=500_000)
@@ -242,14 +243,15 @@ def _agreed(own: Facts) -> list[Facts]:
 
 
 def _together(texts: Sequence[str]) -> list[str]:
-    """The texts of all ranks, each with the ranks that have it."""
+    """The texts of all ranks, each with the ranks that have it; of many, the first ones."""
     everyone: list[list[str]] = [[]] * dist.get_world_size()
     dist.all_gather_object(everyone, list(texts))
     ranks: dict[str, list[str]] = {}
     for rank, own in enumerate(everyone):
         for text in own:
             ranks.setdefault(text, []).append(str(rank))
-    return [f"{text} (rank {', '.join(found)})" for text, found in ranks.items()]
+    listed = [f"{text} (rank {', '.join(found)})" for text, found in ranks.items()]
+    return [*listed[:MOST_TEXTS], *([f"and {len(listed) - MOST_TEXTS} more"] if len(listed) > MOST_TEXTS else [])]
 
 
 # -- checks ----------------------------------------------------------------------------------------------------------
