@@ -30,7 +30,7 @@ from torch import Tensor
 
 from gradwire.auto.settings import Auto
 from gradwire.auto.trial import Trial
-from gradwire.engine.events import Moment, now, seconds
+from gradwire.engine.events import Moment, each_seconds, now
 from gradwire.engine.hook import Hook
 from gradwire.exchanges import exchange
 from gradwire.exchanges.base import Comm
@@ -199,7 +199,7 @@ class Pilot:
 
     def _end_round(self, trial: Trial) -> None:
         """A round is over. All ranks continue with the same times."""
-        slowest = self._slowest([seconds(*step) for steps in self._times.values() for step in steps])
+        slowest = self._slowest([time_s for steps in self._times.values() for time_s in each_seconds(steps)])
         starts = range(0, len(slowest), TURN_STEPS)
         trial.add({spec: slowest[at : at + TURN_STEPS] for spec, at in zip(self._times, starts, strict=True)})
         self._times = {}
@@ -224,7 +224,7 @@ class Pilot:
         """Start again if the slowest rank's median step time has changed, or `recheck` is reached."""
         if len(self._recent) < WATCH:
             return
-        (now_s,) = self._slowest([statistics.median(seconds(*step) for step in self._recent)])
+        (now_s,) = self._slowest([statistics.median(each_seconds(self._recent))])
         self._recent.clear()
         if not self._expected:
             self._expected = now_s

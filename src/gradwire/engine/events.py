@@ -51,6 +51,11 @@ def seconds(began: Moment, ended: Moment) -> float:
     return ended - began
 
 
+def each_seconds(spans: Sequence[tuple[Moment, Moment]]) -> list[float]:
+    """The seconds of several spans of one stream, in their order. It waits for the last one only."""
+    return [seconds(*span) for span in reversed(spans)][::-1]
+
+
 def _elapsed_s(began: torch.Event, ended: torch.Event) -> float:
     return began.elapsed_time(ended) / 1e3
 

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire._torch import GradBucket
 from gradwire._torch.ddp import in_join
 from gradwire._torch.optim import at_end_of_backward
-from gradwire.engine.events import Moment, now, seconds
+from gradwire.engine.events import Moment, each_seconds, now, seconds
 from gradwire.engine.stream import new_future
 from gradwire.errors import RegisterError
 from gradwire.exchanges import Exact
@@ -125,7 +125,8 @@ class Clock:
     def _agree(self, group: dist.ProcessGroup, device: torch.device) -> None:
         """At the end of a round: read its times, and use those of the slowest rank."""
         if len(self._round) == len(ORDER):
-            took = [seconds(*step) - sum(seconds(*span) for span in stopped) for step, stopped in self._round]
+            took = each_seconds([step for step, _ in self._round])
+            took = [time_s - sum(each_seconds(stopped)) for time_s, (_, stopped) in zip(took, self._round, strict=True)]
             self._passes += [_backward(*each) for each in self._round_passes]
             self._round, self._round_passes = [], []
             latest = torch.tensor(took, dtype=torch.float64, device=device)

@@ -32,6 +32,7 @@ from gradwire.errors import GradwireError, RegisterError, SpecError, VerifyError
 from gradwire.exchanges import EXCHANGES, Coded, Exchange, exchange
 from gradwire.exchanges.bucket import Bucket
 from gradwire.models.ddp import make_hook, register
+from gradwire.testing import device as test_device
 from gradwire.testing.contracts.exchanges import all_inputs, observe_hook, references, unobserved
 from gradwire.tools.launch.launch import Report, run_ranks
 from gradwire.tools.measure.kernel_bits import kernel_differences, kernel_speed
@@ -46,12 +47,11 @@ CHUNK_BYTES = 16_384
 TIMEOUT_S = 300.0
 """A kernel may have to be compiled while other ranks wait."""
 MOST_TEXTS = 5
-TEST_DEVICE = "testdev"
 SMALL = WorkloadSettings(layers=1, width=64, context=32, batch=2, optimizer="sgd", text_bytes=500_000)
 MIDDLE = WorkloadSettings(layers=2, width=128, context=32, optimizer="sgd", text_bytes=500_000)
 LARGE = WorkloadSettings(layers=8, width=1024, heads=16, context=128, batch=8, optimizer="sgd", text_bytes=2_000_000)
 """100M parameters, or 400 MB of gradients: a step that a GPU does not spend with launches alone."""
-WORKLOADS = {"cpu": MIDDLE, TEST_DEVICE: SMALL}
+WORKLOADS = {"cpu": MIDDLE, test_device.DEVICE: SMALL}
 
 
 class SelfcheckFailed(GradwireError):
@@ -179,7 +179,7 @@ def _accelerator() -> str:
 
 def device_problem(name: str, local_ranks: int) -> str:
     """Why so many ranks of this machine cannot use a device of this type; empty if they can."""
-    if name in ("cpu", TEST_DEVICE):
+    if name in ("cpu", test_device.DEVICE):
         return ""
     try:
         module = torch.get_device_module(name)
@@ -210,9 +210,7 @@ def _device(name: str) -> torch.device:
     """This rank's device, which becomes the current one."""
     if name == "cpu":
         return torch.device("cpu")
-    if name == TEST_DEVICE:
-        from gradwire.testing import device as test_device
-
+    if name == test_device.DEVICE:
         test_device.load()
         return torch.device(name, 0)
     device = torch.device(name, int(os.environ.get("LOCAL_RANK", dist.get_rank())))
