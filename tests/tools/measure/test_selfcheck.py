@@ -121,8 +121,7 @@ def test_texts_name_their_ranks():
 
 
 def _checked(rank, size, hooks):
-    checking.UNTIMED, checking.TIMED = 1, 1
-    checking.WORKLOADS = {"cpu": checking.SMALL}
+    checking.WORKLOADS = {"cpu": (checking.SMALL, 1)}
     return checking.run(rank, size, {"device": "cpu", "hooks": hooks}, lambda part, doing: None)
 
 

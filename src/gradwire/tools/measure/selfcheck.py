@@ -41,17 +41,19 @@ from gradwire.tools.records.records import PLAIN
 from gradwire.tools.workload import Workload, WorkloadSettings
 from gradwire.version import __version__
 
-UNTIMED, TIMED = 2, 5
-"""Training steps of each hook. In the first ones DDP rebuilds its buckets and memory is first touched."""
+UNTIMED = 2
+"""Training steps in which DDP rebuilds its buckets and memory is first touched."""
 CHUNK_BYTES = 16_384
+"""On the CPU, where the engine cuts buckets, the small ones of the checks are cut too."""
 TIMEOUT_S = 300.0
 """A kernel may have to be compiled while other ranks wait."""
 MOST_TEXTS = 5
-SMALL = WorkloadSettings(layers=1, width=64, context=32, batch=2, optimizer="sgd", text_bytes=500_000)
+SMALL = WorkloadSettings(layers=1, width=32, heads=2, context=16, batch=1, optimizer="sgd", text_bytes=500_000)
 MIDDLE = WorkloadSettings(layers=2, width=128, context=32, optimizer="sgd", text_bytes=500_000)
 LARGE = WorkloadSettings(layers=8, width=1024, heads=16, context=128, batch=8, optimizer="sgd", text_bytes=2_000_000)
 """100M parameters, or 400 MB of gradients: a step that a GPU does not spend with launches alone."""
-WORKLOADS = {"cpu": MIDDLE, test_device.DEVICE: SMALL}
+WORKLOADS = {"cpu": (MIDDLE, 5), test_device.DEVICE: (SMALL, 1)}
+"""By device: the model, and the number of timed steps. Time on the test device is simulated, and always the same."""
 
 
 class SelfcheckFailed(GradwireError):
@@ -260,7 +262,7 @@ class Check:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group, self._device = group, device
-        settings = WORKLOADS.get(device.type, LARGE)
+        settings, self._timed = WORKLOADS.get(device.type, (LARGE, 10))
         self._workload = Workload(settings, seed=0, rank=group.rank(), size=group.size())
 
     def fill(self, row: Row) -> None:
@@ -280,7 +282,7 @@ class Check:
 
     def _check_mean(self, row: Row, checked: Exchange) -> None:
         """Every rank computes the inputs of all ranks, and their references, on the CPU."""
-        hook = make_hook(checked, self._group, self._device, CHUNK_BYTES)
+        hook = make_hook(checked, self._group, self._device, CHUNK_BYTES if self._device.type == "cpu" else None)
         mine = observe_hook(hook, lambda rank, step: [_on(self._device, each) for each in all_inputs(rank, step)])
         results = [own.result.cpu() for own in mine]
         prints = hook.gather(torch.stack([fingerprint(result) for result in results]).to(self._device)).cpu()
@@ -305,7 +307,7 @@ class Check:
         )
         hook = None if row.hook == PLAIN else register(model, row.hook)
         optimizer, marks, losses = self._workload.optimizer(model), [], []
-        for step in range(UNTIMED + TIMED):
+        for step in range(UNTIMED + self._timed):
             if step == UNTIMED and hook is not None:
                 hook.reset_stats()
             marks.append(now(self._device))
