@@ -292,10 +292,12 @@ def test_an_error_of_a_collective_is_raised_as_it_is(ranks: Ranks) -> None:
 def test_capturing_in_a_graph_is_refused(ranks: Ranks) -> None:
     model = wrap(ranks, device.DEVICE)
     hook = ranks.register(model)
+    before = hook.state_dict()
     with device.capturing():
         text = raised((ExchangeError, RuntimeError), lambda: loss(model(batch(0, 0).to(device.DEVICE))).backward())
     assert "gradwire cannot be captured in a CUDA graph" in text
     assert "Leave the backward pass of the DDP model out of the graph" in text
+    assert (hook.steps, hook.stats().buckets, hook.state_dict()) == (0, 0, before)
     bucket = make_bucket([torch.ones(4, device=here())])
     hook.mean(bucket).wait()  # outside of a capture the hook goes on
     assert bucket.flat.cpu().tolist() == pytest.approx([1.0] * 4)

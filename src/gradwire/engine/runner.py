@@ -113,6 +113,9 @@ class Runner(Protocol):
     overlaps: bool
     """Whether jobs overlap with each other, so that a large bucket is worth cutting into several."""
 
+    def check(self) -> None:
+        """Raise ExchangeError if no step can begin now."""
+
     def open(self, lanes: int) -> None:
         """Prepare for jobs of up to `lanes` collectives. All ranks together."""
 
@@ -195,6 +198,9 @@ class LaneRunner:
         self._most, self._threads = threads, list[threading.Thread]()
         self._unfinished = 0
         self._at_exit = weakref.finalize(self, _leave, self._jobs, self._threads, lanes)
+
+    def check(self) -> None:
+        """A step can begin at any time; `submit` raises what has gone wrong."""
 
     def open(self, lanes: int) -> None:
         """Make the lanes that are missing; no job may be under way."""

@@ -60,6 +60,13 @@ class StreamRunner:
         self._closed = False
         self._error: BaseException | None = None
 
+    def check(self) -> None:
+        """Raise ExchangeError if the current stream is being captured in a graph."""
+        if self._device.type != "cpu":
+            is_capturing = getattr(torch.get_device_module(self._device), "is_current_stream_capturing", None)
+            if is_capturing is not None and is_capturing():
+                raise ExchangeError(CAPTURED)
+
     def open(self, lanes: int) -> None:
         """One group serves all."""
 
@@ -74,7 +81,7 @@ class StreamRunner:
     ) -> Future[Tensor]:
         """Enqueue the jobs now. An error is raised at once, and this runner is not used again."""
         check_usable(self._closed, self._error)
-        check_not_captured(self._device)
+        self.check()
         future = new_future(self._device)
         try:
             with self._side_stream(result):
@@ -135,14 +142,6 @@ def inline_comm(group: Any, levels: Sequence[Any] = (), mark: Callable[[], None]
     for part in made.levels:
         part.traffic = made.traffic
     return made
-
-
-def check_not_captured(device: torch.device) -> None:
-    """Raise ExchangeError if the current stream is being captured in a graph."""
-    if device.type != "cpu":
-        is_capturing = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
-        if is_capturing is not None and is_capturing():
-            raise ExchangeError(CAPTURED)
 
 
 def level_groups(group: dist.ProcessGroup, levels: Levels) -> tuple[Any, ...]:

@@ -148,6 +148,9 @@ class _DryRunner:
         self._levels: Levels | None = None
         self._scratch = Scratch()
 
+    def check(self) -> None:
+        """A step can begin at any time."""
+
     def open(self, lanes: int) -> None:
         """No lanes are needed."""
 
