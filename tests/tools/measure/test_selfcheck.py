@@ -180,3 +180,28 @@ def test_a_planted_wrong_kernel_ends_with_1_and_is_named():
 
 def test_a_row_lists_what_is_wrong():
     assert Row("int8", kernels=["a"], mean=[], training=["b"]).failures() == ["int8, kernels: a", "int8, training: b"]
+
+
+def _with_a_kernel_that_raises(rank, size):
+    kernels.load().sign.encode_ = lambda *_: 1 / 0
+    checking.WORKLOADS = {"cpu": (checking.SMALL, 1)}
+    return checking.run(rank, size, {"device": "cpu", "hooks": ["sign", "exact"]}, lambda part, doing: None)
+
+
+def test_a_kernel_that_raises_does_not_end_the_check():
+    """A compiler's error, say. The other hooks are still checked."""
+    result = spawn_ranks(2, _with_a_kernel_that_raises, timeout_s=200.0)[0]
+    assert result["failures"] == [
+        "sign, kernels: the kernels raise ZeroDivisionError: division by zero (rank 0, 1)",
+    ]
+    _, sign, exact = result["rows"]
+    assert (sign["mean"], sign["training"], exact["mean"], exact["training"]) == (None, None, [], [])
+
+
+def test_an_error_above_the_promised_one_is_named():
+    inputs = torch.ones(2, 100, dtype=torch.float64)
+    right, wrong = torch.ones(100), torch.full((100,), 1.5)
+    assert checking._error(checking.exchange("int8"), inputs, right) == (0.0, "")
+    error, text = checking._error(checking.exchange("int8"), inputs, wrong)
+    assert error == 0.5
+    assert text.startswith("the error 0.5 is above the promised 0.0")

@@ -18,6 +18,7 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -26,7 +27,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import kernels
-from gradwire.engine.events import now, seconds
+from gradwire.engine.events import Moment, each_seconds, now
+from gradwire.engine.hook import Hook
 from gradwire.engine.verify import fingerprint
 from gradwire.errors import GradwireError, RegisterError, SpecError, VerifyError
 from gradwire.exchanges import EXCHANGES, Coded, Exchange, exchange
@@ -48,6 +50,7 @@ CHUNK_BYTES = 16_384
 TIMEOUT_S = 300.0
 """A kernel may have to be compiled while other ranks wait."""
 MOST_TEXTS = 5
+RAISED = "the kernels raise "
 SMALL = WorkloadSettings(layers=1, width=32, heads=2, context=16, batch=1, optimizer="sgd", text_bytes=500_000)
 MIDDLE = WorkloadSettings(layers=2, width=128, context=32, optimizer="sgd", text_bytes=500_000)
 LARGE = WorkloadSettings(layers=8, width=1024, heads=16, context=128, batch=8, optimizer="sgd", text_bytes=2_000_000)
@@ -199,7 +202,7 @@ def device_problem(name: str, local_ranks: int) -> str:
 
 def _facts(name: str, hooks: Sequence[str], size: int) -> Facts:
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    versions = f"gradwire {__version__}, torch {torch.__version__}, python {platform.python_version()}"
+    versions = f"gradwire {__version__}, torch {torch.__version__}"
     problem = device_problem(name, local_ranks)
     if problem:
         return Facts(socket.gethostname(), name, "", versions, "", tuple(hooks), problem)
@@ -269,16 +272,22 @@ class Check:
         """Check one hook."""
         if row.hook != PLAIN:
             checked = exchange(row.hook)
-            if isinstance(checked, Coded):
-                self._check_kernels(row, checked)
+            if isinstance(checked, Coded) and not self._check_kernels(row, checked):
+                return
             self._check_mean(row, checked)
         self._train(row)
 
-    def _check_kernels(self, row: Row, checked: Coded) -> None:
-        checked.warm_up(self._device)
-        row.kernels = _together(kernel_differences(checked.codec, self._device))
-        speed = kernel_speed(checked.codec, self._device)
-        row.encode_copies, row.decode_copies = speed.encode_copies, speed.decode_copies
+    def _check_kernels(self, row: Row, checked: Coded) -> bool:
+        """Whether the kernels run at all: if they raise an error on any rank, the hook is not tried."""
+        try:
+            texts = kernel_differences(checked.codec, self._device)
+        except Exception as error:
+            texts = [f"{RAISED}{type(error).__name__}: {error}"]
+        row.kernels = _together(texts)
+        if not row.kernels:
+            speed = kernel_speed(checked.codec, self._device)
+            row.encode_copies, row.decode_copies = speed.encode_copies, speed.decode_copies
+        return not any(text.startswith(RAISED) for text in row.kernels)
 
     def _check_mean(self, row: Row, checked: Exchange) -> None:
         """Every rank computes the inputs of all ranks, and their references, on the CPU."""
@@ -295,30 +304,18 @@ class Check:
             residual = None if own.residual is None else own.residual.cpu()
             text = reference and (reference.difference(result) or reference.residual_difference(hook.rank, residual))
             texts += [f"bucket {number}: {text}"] if text else []
-        row.mean = _together(texts)
         if checked.averages:
-            exact = torch.stack([_flat(rank[0].chunks) for rank in everyone]).double().mean(0)
-            row.error = float((results[0].double() - exact).norm() / exact.norm())
+            inputs = torch.stack([torch.cat([chunk.flat for chunk in rank[0].chunks]) for rank in everyone]).double()
+            row.error, text = _error(checked, inputs, results[0])
+            texts += [text] if text else []
+        row.mean = _together(texts)
 
     def _train(self, row: Row) -> None:
         """Train a few steps under the hook, and let it verify itself."""
-        model = DistributedDataParallel(
-            self._workload.model().to(self._device), process_group=self._group, bucket_cap_mb=None
-        )
+        model = DistributedDataParallel(self._workload.model().to(self._device), process_group=self._group)
         hook = None if row.hook == PLAIN else register(model, row.hook)
-        optimizer, marks, losses = self._workload.optimizer(model), [], []
-        for step in range(UNTIMED + self._timed):
-            if step == UNTIMED and hook is not None:
-                hook.reset_stats()
-            marks.append(now(self._device))
-            optimizer.zero_grad()
-            loss = self._workload.loss(model, self._workload.batch(step).to(self._device))
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.detach())
-        marks.append(now(self._device))
-        times_s = [seconds(*span) for span in zip(marks[UNTIMED:], marks[UNTIMED + 1 :], strict=False)]
-        row.step_s = _largest(statistics.median(times_s))
+        marks, losses = self._steps(model, hook)
+        row.step_s = _largest(statistics.median(each_seconds(list(pairwise(marks))[UNTIMED:])))
         texts = [] if bool(torch.stack(losses).isfinite().all()) else ["the loss is not finite"]
         if hook is not None:
             stats = hook.stats()
@@ -331,14 +328,32 @@ class Check:
             hook.close()
         row.training = _together(texts)
 
+    def _steps(self, model: DistributedDataParallel, hook: Hook | None) -> tuple[list[Moment], list[Tensor]]:
+        """Train, and return the moments between the steps, and the losses."""
+        optimizer, marks, losses = self._workload.optimizer(model), [now(self._device)], []
+        for step in range(UNTIMED + self._timed):
+            if step == UNTIMED and hook is not None:
+                hook.reset_stats()
+            optimizer.zero_grad()
+            loss = self._workload.loss(model, self._workload.batch(step).to(self._device))
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+            marks.append(now(self._device))
+        return marks, losses
+
 
 def _on(device: torch.device, bucket: Bucket) -> Bucket:
     segments = tuple(dataclasses.replace(part, param=part.param.to(device)) for part in bucket.segments)
     return dataclasses.replace(bucket, flat=bucket.flat.to(device), segments=segments)
 
 
-def _flat(chunks: Sequence[Bucket]) -> Tensor:
-    return torch.cat([chunk.flat for chunk in chunks])
+def _error(checked: Exchange, inputs: Tensor, result: Tensor) -> tuple[float, str]:
+    """The error of a mean, relative to the exact mean; and whether it is above what the exchange promises."""
+    exact, rms = inputs.mean(0), float(inputs.square().sum(1).mean().sqrt())
+    lost, bound = float((result.double() - exact).norm()), checked.bound(len(inputs))
+    above = bound is not None and lost > (bound + len(inputs) * torch.finfo(result.dtype).eps) * rms
+    return lost / float(exact.norm()), f"the error {lost / rms:.3g} is above the promised {bound:.3g}" if above else ""
 
 
 def _largest(value: float) -> float:
