@@ -32,7 +32,7 @@ class Stats:
     timed_steps: int = 0
     """The number of steps that the times are from: on an accelerator the last ones may not be finished yet."""
     kernels: str = ""
-    """The kernels in use on the model's device: `numba` or `torch`."""
+    """The kernels in use on the model's device, such as `numba` or `torch`."""
 
     def as_dict(self) -> dict[str, str | int | float]:
         """A plain mapping, for logging."""
