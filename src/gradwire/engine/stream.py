@@ -6,7 +6,7 @@ empty tensor (`GroupComm`). An error is raised where it happens, and everything 
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -94,6 +94,12 @@ class StreamRunner:
             self._error = error
             raise
         return future
+
+    def adopt(self, tensors: Iterable[Tensor]) -> None:
+        """Their memory belongs to the caller's stream, which would use it again while a job still needs it."""
+        if self._stream is not None:
+            for tensor in tensors:
+                tensor.record_stream(self._stream)
 
     def run(self, job: Job) -> None:
         """Enqueue one job."""

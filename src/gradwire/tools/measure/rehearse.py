@@ -174,6 +174,9 @@ class _DryRunner:
             after()
         return done(result)
 
+    def adopt(self, tensors: Iterable[Tensor]) -> None:
+        """Jobs run on the caller's stream."""
+
     def run(self, job: Job) -> None:
         """All ranks would send the same, so one rank is enough."""
         job(_DryComm(1, _Log(self._device)))
