@@ -259,7 +259,8 @@ def test_stats_count_what_is_sent(spec, formula, size):
     for stats in thread_ranks(size, run):
         assert stats.sent_bytes == pytest.approx(2 * 8192 * formula * (size - 1) / size, rel=0.01)
         assert stats.received_bytes == stats.sent_bytes
-        assert (stats.steps, stats.buckets) == (3, 2)
+        assert (stats.steps, stats.timed_steps, stats.buckets) == (3, 3, 2)
+        assert stats.kernels == "numba"
         assert min(stats.encode_s, stats.wire_s, stats.decode_s, stats.wait_s) >= 0
         assert stats.wire_s > 0
         assert stats.as_dict()["hook"] == spec

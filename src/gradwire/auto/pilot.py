@@ -8,18 +8,19 @@
 5. Every `WATCH` steps the ranks compare times. When a step has become 25% slower or faster than it was, or after
    `recheck` steps, the trial starts again. The current hook stays unless another one is more than 5% faster.
 
-All ranks decide from the same numbers, at the same step.
+All ranks decide from the same numbers, at the same step. On an accelerator a step lasts from one event on the stream
+that computes to the next, and events are read when a round is over, where the ranks exchange their times anyway.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import logging
 import math
 import random
 import statistics
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +30,7 @@ from torch import Tensor
 
 from gradwire.auto.settings import Auto
 from gradwire.auto.trial import Trial
+from gradwire.engine.events import Moment, each_seconds, now
 from gradwire.engine.hook import Hook
 from gradwire.exchanges import exchange
 from gradwire.exchanges.base import Comm
@@ -51,12 +53,15 @@ _ticks = itertools.count()
 """Counts the steps of all models of this process."""
 
 
+Span = tuple[Moment, Moment]
+
+
 class Pilot:
     """Chooses the exchange of one hook. The thread that runs backward calls `on_step` and `on_bucket`, on all ranks."""
 
-    def __init__(self, hook: Hook, settings: Auto, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, hook: Hook, settings: Auto, clock: Callable[[], Moment] | None = None) -> None:
         self.settings = settings
-        self._clock = clock
+        self._clock = clock or functools.partial(now, hook.device)
         self.reason = "measuring"
         """Why the hook uses its exchange, in a sentence."""
         self._hook = hook
@@ -77,9 +82,9 @@ class Pilot:
         self._plan: deque[tuple[str, bool]] = deque()
         """The next steps: the candidate of each, and whether its time counts."""
         self._counts = False
-        self._times: dict[str, list[float]] = {}
-        self._recent: list[float] = []
-        self._began: float | None = None
+        self._times: dict[str, list[Span]] = {}
+        self._recent: deque[Span] = deque(maxlen=WATCH)
+        self._began: Moment | None = None
 
     # -- called by the hook ------------------------------------------------------------------------------------
 
@@ -116,10 +121,13 @@ class Pilot:
         return not waiting or self._waited > PATIENCE
 
     def _note_time(self) -> None:
-        if self._began is not None:
-            self._recent.append(self._clock() - self._began)
-            if self._trial is not None and self._counts:
-                self._times.setdefault(str(self._hook.exchange), []).append(self._recent[-1])
+        if self._began is None:
+            return
+        step = (self._began, self._clock())
+        if self._trial is None:
+            self._recent.append(step)
+        elif self._counts:
+            self._times.setdefault(str(self._hook.exchange), []).append(step)
 
     def _weigh(self) -> None:
         """Drop the candidates whose error is too large; plan the turns of the others."""
@@ -187,7 +195,7 @@ class Pilot:
 
     def _end_round(self, trial: Trial) -> None:
         """A round is over. All ranks continue with the same times."""
-        slowest = self._slowest([value for times in self._times.values() for value in times])
+        slowest = self._slowest([time_s for steps in self._times.values() for time_s in each_seconds(steps)])
         starts = range(0, len(slowest), TURN_STEPS)
         trial.add({spec: slowest[at : at + TURN_STEPS] for spec, at in zip(self._times, starts, strict=True)})
         self._times = {}
@@ -204,20 +212,23 @@ class Pilot:
     def _settle(self, spec: str, reason: str) -> None:
         self._switch(spec)
         self._chosen, self.reason, self._on_trial = spec, f"{spec}: {reason}", False
-        self._times, self._recent, self._expected = {}, [], 0.0
+        self._times, self._expected = {}, 0.0
+        self._recent.clear()
         log.info("auto, after %d steps: %s", self._hook.steps, self.reason)
 
     def _watch(self) -> None:
         """Start again if the slowest rank's median step time has changed, or `recheck` is reached."""
         if len(self._recent) < WATCH:
             return
-        (now,) = self._slowest([statistics.median(self._recent)])
-        self._recent = []
+        (now_s,) = self._slowest([statistics.median(each_seconds(self._recent))])
+        self._recent.clear()
         if not self._expected:
-            self._expected = now
-        moved = not self._expected / MOVED <= now <= self._expected * MOVED
+            self._expected = now_s
+        moved = not self._expected / MOVED <= now_s <= self._expected * MOVED
         if moved or self._step >= self.settings.recheck:
-            why = f"a step takes {1e3 * now:.0f} ms, not {1e3 * self._expected:.0f}" if moved else "recheck is reached"
+            why = (
+                f"a step takes {1e3 * now_s:.0f} ms, not {1e3 * self._expected:.0f}" if moved else "recheck is reached"
+            )
             log.info("auto: measuring again, because %s", why)
             self._start_over()
 

@@ -95,6 +95,8 @@ class Hook:
 
     def begin(self, bucket: Bucket, first: bool | None = None) -> bool:
         """Count a bucket; True if it opens a step. The caller may know better, and says so with `first`."""
+        if self.device.type != "cpu":
+            self.runner.check()
         first = self._steps.add(bucket.index, first)
         self.runner.meter.begin(first)
         if first:
@@ -165,6 +167,8 @@ class Hook:
         """Equal parts near the wanted size, cut at whole blocks of every rank's share, or between tensors."""
         flat, unit = bucket.flat, self.size * self.exchange.align
         wanted = self._chunk_bytes or self.exchange.chunk_bytes(self.size)
+        if self._chunk_bytes is None and not self.runner.overlaps:
+            return [bucket]  # one stream runs chunks one after the other, so that cutting only costs launches
         parts = max(1, round(flat.numel() * flat.element_size() / wanted))
         if unit == 0:
             return bucket.chunks(-(-flat.numel() // parts), whole=True)
@@ -173,8 +177,9 @@ class Hook:
     # -- what users call ---------------------------------------------------------------------------------------
 
     def stats(self) -> Stats:
-        """Averages per step since registration or the last `switch`. It synchronises nothing."""
-        return self.runner.meter.stats(str(self.exchange), "" if self.pilot is None else self.pilot.reason)
+        """Averages per step since registration or the last `switch`. It never waits for an accelerator."""
+        reason = "" if self.pilot is None else self.pilot.reason
+        return self.runner.meter.stats(str(self.exchange), reason, kernels.in_use(self.device))
 
     def reset_stats(self) -> None:
         """Start the statistics again, for instance after the first steps."""

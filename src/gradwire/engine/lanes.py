@@ -53,7 +53,10 @@ slow_link: ContextVar[Hold | None] = ContextVar("slow_link", default=None)
 
 
 class GroupComm:
-    """The collectives of one job: the k-th one on the k-th group, each in its turn. See `exchanges.base.Comm`."""
+    """The collectives of one job: the k-th one on the k-th group, each in its turn. See `exchanges.base.Comm`.
+
+    A collective on an empty tensor is left out: all ranks know that from the size, and not all backends take one.
+    """
 
     def __init__(
         self,
@@ -71,6 +74,8 @@ class GroupComm:
 
     def all_reduce_(self, tensor: Tensor) -> Tensor:
         """Ring: every value crosses the wire 2 (size - 1) / size times."""
+        if tensor.numel() == 0:
+            return tensor
         sent_bytes = _bytes(tensor) * 2 * (self.size - 1) / self.size
         self._collect("all_reduce", lambda group: group.all_reduce(tensor), sent_bytes)
         return tensor
@@ -88,6 +93,8 @@ class GroupComm:
         return self._all_gather(rows, rows[self.rank])
 
     def _all_gather(self, rows: Tensor, own: Tensor) -> Tensor:
+        if rows.numel() == 0:
+            return rows
         sent_bytes = _bytes(own) * (self.size - 1)
         self._collect("all_gather", lambda group: group.all_gather(rows.view(-1), own), sent_bytes)
         return rows
@@ -95,6 +102,8 @@ class GroupComm:
     def all_to_all(self, tensor: Tensor) -> Tensor:
         """Every row but the own one is sent: (size - 1) / size times."""
         out = empty(tensor.shape, tensor.dtype, tensor.device)
+        if out.numel() == 0:
+            return out
         sent_bytes = _bytes(tensor) * (self.size - 1) / self.size
         self._collect("all_to_all", lambda group: group.all_to_all(out, tensor), sent_bytes)
         return out

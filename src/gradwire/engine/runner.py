@@ -5,13 +5,14 @@ decoding; while one job waits for the wire, others encode and decode: that is th
 not block the host, see `stream.py`.
 """
 
+import math
 import queue
 import threading
 import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -43,7 +44,7 @@ class Meter:
     """Adds up what jobs have moved and how long they took. Called from several threads."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self.reset()
 
     def reset(self) -> None:
@@ -52,6 +53,10 @@ class Meter:
             self._steps = self._buckets = 0
             self._sent = self._received = self._encode = self._wire = self._decode = self._waited = 0.0
             self._called = self._ended = 0.0
+
+    def fresh(self) -> Self:
+        """Another meter of the same kind, at zero."""
+        return type(self)()
 
     def begin(self, first: bool) -> None:
         """A bucket has arrived; `first`: it opens a step."""
@@ -65,23 +70,35 @@ class Meter:
     def add(self, traffic: Traffic, began: float, ended: float) -> None:
         """A job has ended. `began` and `ended` are of `time.perf_counter`."""
         first = traffic.first_s if traffic.first_s is not None else ended
+        self.count(traffic)
         with self._lock:
-            self._sent += traffic.sent_bytes
-            self._received += traffic.received_bytes
             self._wire += traffic.wire_s
             self._encode += first - began
             self._decode += max(ended - first - traffic.wire_s - traffic.queue_s, 0.0)
             self._ended = max(self._ended, ended)
 
-    def stats(self, hook: str, reason: str = "") -> Stats:
+    def count(self, traffic: Traffic) -> None:
+        """Count the bytes of a job."""
+        with self._lock:
+            self._sent += traffic.sent_bytes
+            self._received += traffic.received_bytes
+
+    def stats(self, hook: str, reason: str = "", kernels: str = "") -> Stats:
         """Averages so far."""
         with self._lock:
             self._close_step()
-            steps = max(self._steps, 1)
-            sums = (self._sent, self._received, self._encode, self._wire, self._decode, self._waited)
-            sent, received, encode, wire, decode, waited = (value / steps for value in sums)
-            buckets = self._buckets / steps
-            return Stats(hook, self._steps, buckets, sent, received, encode, wire, decode, waited, reason)
+            steps, timed = max(self._steps, 1), self.timed_steps()
+            buckets, sent, received = (value / steps for value in (self._buckets, self._sent, self._received))
+            sums = (self._encode, self._wire, self._decode, self._waited)
+            times = (math.nan if timed == 0 < self._steps else value / max(timed, 1) for value in sums)
+            encode, wire, decode, waited = times
+            return Stats(
+                hook, self._steps, buckets, sent, received, encode, wire, decode, waited, reason, timed, kernels
+            )
+
+    def timed_steps(self) -> int:
+        """The number of steps that the times are from."""
+        return self._steps
 
     def _close_step(self) -> None:
         self._waited += max(self._ended - self._called, 0.0) if self._called else 0.0
@@ -93,6 +110,11 @@ class Runner(Protocol):
 
     meter: Meter
     """What the jobs have moved, and how long they took."""
+    overlaps: bool
+    """Whether jobs overlap with each other, so that a large bucket is worth cutting into several."""
+
+    def check(self) -> None:
+        """Raise ExchangeError if no step can begin now."""
 
     def open(self, lanes: int) -> None:
         """Prepare for jobs of up to `lanes` collectives. All ranks together."""
@@ -113,6 +135,14 @@ class Runner(Protocol):
 
     def close(self) -> None:
         """End threads and groups. Submitting afterwards is an error."""
+
+
+def check_usable(closed: bool, error: BaseException | None) -> None:
+    """Raise ExchangeError for a runner that was closed, or whose ranks no longer agree because a job has failed."""
+    if closed:
+        raise ExchangeError(CLOSED)
+    if error is not None:
+        raise ExchangeError(f"this hook stopped at an earlier error: {type(error).__name__}: {error}") from error
 
 
 class _Pending:
@@ -157,6 +187,8 @@ class _Pending:
 class LaneRunner:
     """A pool of threads over lanes."""
 
+    overlaps = True
+
     def __init__(self, lanes: Lanes, threads: int = THREADS) -> None:
         self.lanes = lanes
         self.meter = Meter()
@@ -169,6 +201,9 @@ class LaneRunner:
         self._most, self._threads = threads, list[threading.Thread]()
         self._unfinished = 0
         self._at_exit = weakref.finalize(self, _leave, self._jobs, self._threads, lanes)
+
+    def check(self) -> None:
+        """A step can begin at any time; `submit` raises what has gone wrong."""
 
     def open(self, lanes: int) -> None:
         """Make the lanes that are missing; no job may be under way."""
@@ -226,11 +261,7 @@ class LaneRunner:
             thread.start()
 
     def _check_usable(self) -> None:
-        if self._closed:
-            raise ExchangeError(CLOSED)
-        if self._error is not None:
-            earlier = f"{type(self._error).__name__}: {self._error}"
-            raise ExchangeError(f"this hook stopped at an earlier error: {earlier}") from self._error
+        check_usable(self._closed, self._error)
 
     def _work(self) -> None:
         scratch = Scratch()

@@ -8,7 +8,8 @@ class Stats:
     """Averages per step since registration, the last `switch` or the last `reset_stats`.
 
     Times of chunks overlap with each other and with the backward pass, so `encode_s + wire_s + decode_s` is work done,
-    not time lost. Time lost is `wait_s`. On an accelerator all times are those of the host that enqueues.
+    not time lost. Time lost is `wait_s`. On an accelerator the times come from events on its streams, and are means
+    over the steps that it has finished; they are NaN as long as it has finished none.
     """
 
     hook: str
@@ -28,6 +29,10 @@ class Stats:
     """From the last bucket's arrival to the end of the last job: what the optimizer had to wait for."""
     reason: str = ""
     """Under `auto`: why it is this hook."""
+    timed_steps: int = 0
+    """The number of steps that the times are from: on an accelerator the last ones may not be finished yet."""
+    kernels: str = ""
+    """The kernels in use on the model's device, such as `numba` or `torch`."""
 
     def as_dict(self) -> dict[str, str | int | float]:
         """A plain mapping, for logging."""

@@ -7,10 +7,12 @@ at its first use and caches it on disk. `register` uses every kernel of a hook o
 
 import functools
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-from torch import Tensor, compiler, float32, nn  # not `import torch`: that is a name of this package
+from torch import Tensor, compiler, device, float32, nn  # not `import torch`: that is a name of this package
 
 from gradwire.kernels.torch import fp8, half, int8, levels, low_rank, sign, topk
 
@@ -50,6 +52,22 @@ _TORCH = {
 def pick(family: str, tensor: Tensor) -> Any:
     """The module of a family that works on `tensor`."""
     return getattr(_numba, family) if _suits_numba(tensor) else _TORCH[family]
+
+
+def in_use(where: device) -> str:
+    """The name of the kernels that work on float32 tensors of a device: `numba` or `torch`."""
+    return "numba" if _numba is not None and where.type == "cpu" else "torch"
+
+
+@contextmanager
+def reference() -> Iterator[None]:
+    """Within, CPU tensors use the torch kernels, whose bits all others must have. No engine may be at work."""
+    global _numba
+    kept, _numba = _numba, None
+    try:
+        yield
+    finally:
+        _numba = kept
 
 
 def _suits_numba(tensor: Tensor) -> bool:

@@ -72,13 +72,14 @@ def observe(
     runner: LaneRunner | None = None,
 ) -> list[Observed]:
     """Average the buckets of some steps through a hook of its own, on a runner of its own or on this one."""
-    hook, seen = rank.hook(exchange, chunk_bytes=chunk_bytes, runner=runner), []
+    return observe_hook(rank.hook(exchange, chunk_bytes=chunk_bytes, runner=runner), inputs, steps=steps)
+
+
+def observe_hook(hook: Hook, inputs: Inputs, *, steps: int = STEPS) -> list[Observed]:
+    """Average the buckets of some steps through a hook."""
+    seen = []
     for step in range(steps):
-        buckets = inputs(rank.rank, step)
-        if step == INF_STEP and rank.rank == rank.size - 1:
-            for bucket in buckets:
-                bucket.flat[bucket.flat.numel() // 2 :][:1] = math.inf
-        chunks = [hook.chunks(dataclasses.replace(bucket, flat=bucket.flat.clone(), step=step)) for bucket in buckets]
+        buckets, chunks = _inputs_of(hook, hook.rank, step, inputs)
         for bucket in buckets:
             hook.begin(bucket)
         hook.steps = step + 1
@@ -89,6 +90,22 @@ def observe(
             residual = torch.cat([kept[name] for name in bucket.names]) if bucket.names[0] in kept else None
             seen.append(Observed(before, bucket.flat, residual))
     return seen
+
+
+def unobserved(hook: Hook, rank: int, inputs: Inputs, *, steps: int = STEPS) -> list[Observed]:
+    """What `observe_hook` begins with on another rank: its chunks, and the gradients before averaging."""
+    each = [_inputs_of(hook, rank, step, inputs) for step in range(steps)]
+    return [Observed(parts, bucket.flat, None) for step in each for bucket, parts in zip(*step, strict=True)]
+
+
+def _inputs_of(hook: Hook, rank: int, step: int, inputs: Inputs) -> tuple[list[Bucket], list[list[Bucket]]]:
+    """The buckets of a rank in a step, and copies of them, cut into chunks."""
+    buckets = inputs(rank, step)
+    if step == INF_STEP and rank == hook.size - 1:
+        for bucket in buckets:
+            bucket.flat[bucket.flat.numel() // 2 :][:1] = math.inf
+    copies = [dataclasses.replace(bucket, flat=bucket.flat.clone(), step=step) for bucket in buckets]
+    return buckets, [hook.chunks(copy) for copy in copies]
 
 
 def references(exchange: Exchange, everyone: Sequence[Sequence[Observed]]) -> list[Reference | None]:

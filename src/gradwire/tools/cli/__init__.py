@@ -27,6 +27,7 @@ VERBS = {
     "advise": "recommend a hook for this model on this network, or none",
     "probe": "measure latency and bandwidth between the ranks, and the speed of the codecs",
     "simulate": "predict the step time of every hook on more ranks than this machine has",
+    "selfcheck": "check kernels, exchanges and training on this machine, and report step times",
     "bench": "measure hooks x links x ranks into a file of records",
     "report": "turn a file of records into a page, or into markdown",
     "completion": "print a completion script for a shell",
@@ -42,6 +43,7 @@ examples:
   gradwire advise --nproc 2 train.py   which hook to use, or none
   gradwire probe --link 1gbit          latency and bandwidth of each collective, speed of each codec
   gradwire simulate --ranks 8..1024    step times of every hook on more ranks than this machine has
+  gradwire selfcheck --nproc 2         is every result right on this machine? run it first on new hardware
   gradwire bench --links none 1gbit    hooks x links x ranks, into records.jsonl
   gradwire report records.jsonl        the records as a page with a recommendation
   gradwire demo --help                 all options of a verb

@@ -4,7 +4,8 @@ DDP calls a hook for every bucket of gradients while the backward pass still run
 In a step *with* communication the hook does what DDP alone would do: it starts an all-reduce at once. In a step
 *without* communication it keeps the bucket. When the backward pass is over, the clock is stopped, the kept buckets are
 averaged by the same all-reduces, and the clock continues. So every step trains on the same gradients, no copy of the
-model is needed, and the timed step is the user's whole step: data, forward, backward and optimizer.
+model is needed, and the timed step is the user's whole step: data, forward, backward and optimizer. On an accelerator
+the clock is a row of events on the stream that computes, which are read at the end of a round.
 """
 
 # DDP reads the annotations of a hook as objects, so this module must not postpone their evaluation.
@@ -24,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire._torch import GradBucket
 from gradwire._torch.ddp import in_join
 from gradwire._torch.optim import at_end_of_backward
+from gradwire.engine.events import Moment, each_seconds, now, seconds
 from gradwire.engine.stream import new_future
 from gradwire.errors import RegisterError
 from gradwire.exchanges import Exact
@@ -54,6 +56,7 @@ class Backward(NamedTuple):
 UNSEEN = Backward(0.0, {})
 
 Publish = Callable[[list[float], Backward], None]
+Span = tuple[Moment, Moment]
 
 
 def communicates(at: int) -> bool:
@@ -79,9 +82,13 @@ class Clock:
         self._steps, self._publish = -(-steps // len(ORDER)) * len(ORDER), publish
         self._lead: Alternating | None = None
         self._begun = 0
-        self._since_s = self._stopped_s = 0.0
+        self._since: Moment = 0.0
+        self._stopped: list[Span] = []
+        self._round: list[tuple[Span, list[Span]]] = []
+        """The steps of the round so far, each with the spans in which the clock was stopped."""
         self._times: list[float] = []
-        self._came_s: dict[str, float] | None = None
+        self._came: dict[str, Moment] | None = None
+        self._round_passes: list[tuple[Span, dict[str, Moment]]] = []
         self._passes: list[Backward] = []
 
     def begin_step(self, model: "Alternating", group: dist.ProcessGroup, device: torch.device) -> None:
@@ -89,41 +96,48 @@ class Clock:
         self._lead = self._lead or model
         if model is not self._lead or len(self._times) == self._steps:
             return
-        took_s = now(device) - self._since_s - self._stopped_s
         if self._begun > WARM_UP:
-            self._times.append(took_s)
+            self._round.append(((self._since, now(device)), self._stopped))
             self._agree(group, device)
-        done = len(self._times)
+        done = len(self._times) + len(self._round)
         self.communicates = self._begun < WARM_UP or done == self._steps or communicates(done)
         self._begun += 1
-        self._came_s = None if self.communicates else {}
-        self._stopped_s, self._since_s = 0.0, now(device)
+        self._came = None if self.communicates else {}
+        self._stopped, self._since = [], now(device)
 
     def came(self, model: "Alternating", names: Iterable[str], device: torch.device) -> None:
         """Gradients are ready. The first time in a step counts, and only in a step without communication."""
-        if model is self._lead and self._came_s is not None:
-            came_s = now(device) - self._since_s
+        if model is self._lead and self._came is not None:
+            came = now(device)
             for name in names:
-                self._came_s.setdefault(name, came_s)
+                self._came.setdefault(name, came)
 
     def ended(self, model: "Alternating", device: torch.device) -> None:
         """A backward pass without communication is over."""
-        if model is self._lead and self._came_s is not None:
-            self._passes.append(Backward(now(device) - self._since_s, self._came_s))
-            self._came_s = None
+        if model is self._lead and self._came is not None:
+            self._round_passes.append(((self._since, now(device)), self._came))
+            self._came = None
 
-    def stopped(self, seconds: float) -> None:
-        """Do not count these seconds of the step."""
-        self._stopped_s += seconds
+    def stopped(self, began: Moment, ended: Moment) -> None:
+        """Do not count this part of the step."""
+        self._stopped.append((began, ended))
 
     def _agree(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """At the end of a round: use the times of the slowest rank."""
-        if len(self._times) % len(ORDER) == 0:
-            latest = torch.tensor(self._times[-len(ORDER) :], dtype=torch.float64, device=device)
+        """At the end of a round: read its times, and use those of the slowest rank."""
+        if len(self._round) == len(ORDER):
+            took = each_seconds([step for step, _ in self._round])
+            took = [time_s - sum(each_seconds(stopped)) for time_s, (_, stopped) in zip(took, self._round, strict=True)]
+            self._passes += [_backward(*each) for each in self._round_passes]
+            self._round, self._round_passes = [], []
+            latest = torch.tensor(took, dtype=torch.float64, device=device)
             dist.all_reduce(latest, dist.ReduceOp.MAX, group=group)
-            self._times[-len(ORDER) :] = latest.tolist()
+            self._times += latest.tolist()
             passes = sorted(self._passes, key=lambda each: each.backward_s)
             self._publish(self._times, passes[len(passes) // 2] if passes else UNSEEN)
+
+
+def _backward(whole: Span, came: Mapping[str, Moment]) -> Backward:
+    return Backward(seconds(*whole), {name: seconds(whole[0], moment) for name, moment in came.items()})
 
 
 class Alternating(Uncopied):
@@ -141,7 +155,7 @@ class Alternating(Uncopied):
         self._sent: list[weakref.ref[Tensor]] = []
         """Aliases of the buckets that collectives use or have just used. Only the backend holds them."""
         weakref.finalize(self, _wait_for_release, self._sent)
-        if self._device.type == "cpu":  # elsewhere reading the clock would stall the device
+        if self._device.type == "cpu":  # elsewhere there would be an event for every parameter
             for param in self._names:
                 if param.requires_grad:
                     param.register_post_accumulate_grad_hook(self._note)
@@ -168,13 +182,13 @@ class Alternating(Uncopied):
 
     def _average_kept(self) -> None:
         """Average the kept buckets while the clock is stopped."""
-        began_s = now(self._device)
+        began = now(self._device)
         self._clock.ended(self, self._device)
         kept, self._kept = self._kept, []
         means = [self._mean(bucket) for bucket, _ in kept]
         for mean, (_, future) in zip(means, kept, strict=True):
             future.set_result(mean.wait())
-        self._clock.stopped(now(self._device) - began_s)
+        self._clock.stopped(began, now(self._device))
 
     def _all_reduce(self, bucket: Any) -> Future[Tensor]:
         """Average as DDP without a hook does: the same operations on the same buffer, so the same bits.
@@ -233,10 +247,3 @@ def _wait_for_release(sent: list[weakref.ref[Tensor]]) -> None:
 def alternating_hook(state: Alternating, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """What DDP calls for every bucket."""
     return state.average(bucket)
-
-
-def now(device: torch.device) -> float:
-    """Seconds, after the device has finished all its work."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-    return time.perf_counter()

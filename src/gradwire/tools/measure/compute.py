@@ -2,13 +2,13 @@
 
 import math
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from gradwire.engine.events import Moment, now, seconds
 from gradwire.engine.hook import Hook
 from gradwire.errors import SpecError
 
@@ -51,10 +51,10 @@ def measure_compute(
     """
     if hook.exchange.lanes:
         raise SpecError(f"compute is measured under the hook 'noop', this one is {hook.exchange}; use hook.switch")
-    arrived: list[float] = []
-    hook.after_mean, kept = lambda bucket: arrived.append(time.perf_counter()), hook.after_mean
+    arrived: list[Moment] = []
+    hook.after_mean, kept = lambda bucket: arrived.append(now(hook.device)), hook.after_mean
     try:
-        taken = [_step(forward, after, arrived) for _ in range(steps)]
+        taken = [_step(forward, after, arrived, hook.device) for _ in range(steps)]
     finally:
         hook.after_mean = kept
     forward_s, backward_s, after_s, *ready_s = (statistics.median(column) for column in zip(*taken, strict=True))
@@ -68,13 +68,16 @@ def measure_compute(
     )
 
 
-def _step(forward: Callable[[], Tensor], after: Callable[[], None], arrived: list[float]) -> Sequence[float]:
+def _step(
+    forward: Callable[[], Tensor], after: Callable[[], None], arrived: list[Moment], device: torch.device
+) -> Sequence[float]:
     """Seconds of forward, backward and after, and when each bucket arrived, from the start of backward."""
     arrived.clear()
-    began = time.perf_counter()
+    began = now(device)
     loss = forward()
-    back = time.perf_counter()
+    back = now(device)
     loss.backward()
-    over = time.perf_counter()
+    over = now(device)
     after()
-    return back - began, over - back, time.perf_counter() - over, *(came - back for came in arrived)
+    after_s = seconds(over, now(device))
+    return seconds(began, back), seconds(back, over), after_s, *(seconds(back, came) for came in arrived)

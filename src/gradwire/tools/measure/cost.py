@@ -75,14 +75,19 @@ def predict(
 
 
 def predict_step(
-    buckets: Sequence[Sequence[Trace]], link: Wire, compute: Compute, cpu_cost: CpuCost = NO_CPU_COST
+    buckets: Sequence[Sequence[Trace]],
+    link: Wire,
+    compute: Compute,
+    cpu_cost: CpuCost = NO_CPU_COST,
+    *,
+    at_once: int = THREADS,
 ) -> Prediction:
-    """The same for known traces, which fix the number of ranks."""
+    """The same for known traces, which fix the number of ranks. At most `at_once` chunks are under way."""
     if len(buckets) != len(compute.ready_s):
         raise SpecError(f"compute has times for {len(compute.ready_s)} buckets, but there are {len(buckets)}")
     traces = list(itertools.chain.from_iterable(buckets))
     sends = [send for trace in traces for send in trace.sends]
-    over_s = _Rank(buckets, link, compute, cpu_cost).run()
+    over_s = _Rank(buckets, link, compute, cpu_cost, at_once).run()
     return Prediction(
         step_s=compute.forward_s + over_s + compute.after_s,
         sent_bytes=sum(send.sent_bytes for send in sends),
@@ -118,8 +123,10 @@ class _Chunk:
 class _Rank:
     """Simulates the backward pass of one rank, from event to event."""
 
-    def __init__(self, buckets: Sequence[Sequence[Trace]], link: Wire, compute: Compute, cpu_cost: CpuCost) -> None:
-        self._link, self._compute, self._cpu_cost = link, compute, cpu_cost
+    def __init__(
+        self, buckets: Sequence[Sequence[Trace]], link: Wire, compute: Compute, cpu_cost: CpuCost, at_once: int
+    ) -> None:
+        self._link, self._compute, self._cpu_cost, self._at_once = link, compute, cpu_cost, at_once
         tickets = itertools.count()
         self._buckets = deque(
             (ready_s, [_Chunk(next(tickets), trace) for trace in traces])
@@ -182,7 +189,7 @@ class _Rank:
         """Full buckets submit their chunks, and free threads start them."""
         while self._buckets and (self._buckets[0][0] <= self._done_s + 1e-12 or not self._in_backward):
             self._queued.extend(self._buckets.popleft()[1])
-        while self._queued and self._running < THREADS:
+        while self._queued and self._running < self._at_once:
             chunk = self._queued.popleft()
             self._running += 1
             self._working[chunk] = chunk.work_s

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import os
 import socket
 import time
@@ -26,6 +27,7 @@ from gradwire import kernels
 from gradwire._torch.distributed import store_of
 from gradwire.codecs import CODECS, Codec
 from gradwire.engine.agreement import gather_texts
+from gradwire.engine.events import now, seconds
 from gradwire.engine.gloo import LONG_GATHER, SHORT_SUM, way
 from gradwire.engine.hook import Hook
 from gradwire.engine.lanes import GroupComm, Lanes
@@ -39,11 +41,13 @@ from gradwire.tools.launch.link import HOPS, Link, emulate
 from gradwire.tools.measure.fit import Fit, fit
 from gradwire.tools.measure.load import Load
 
+CPU = torch.device("cpu")
 REPEATS = 3
 LONG_S, LOADED_S = 0.3, 0.1
 """A row that takes longer than LONG_S is not repeated, and no larger row is tried. Under load a row is repeated for
 LOADED_S."""
 VALUES = 1 << 20
+NO_TIME = Fit(0.0, math.inf, 1.0)
 PAIR_TIMEOUT = timedelta(seconds=60)
 
 
@@ -113,14 +117,14 @@ def probe(hook: Hook, *, pairs: bool | None = None, report: Report = lambda part
     """
     if hook.size == 1:
         raise SpecError("probe: there is nothing to measure between 1 rank; start at least 2")
-    fits, cpu_cost, load = {}, {}, _load().calibrate()
+    fits, cpu_cost, load = {}, {}, _load().calibrate() if hook.device.type == "cpu" else None
     for index, collective in enumerate({**HOPS, **BETWEEN_TWO} if hook.size == 2 else HOPS):
         report(index / 7, f"timing {collective}")
-        fits[collective], cpu_cost[collective] = measure(hook.runner, load, collective, hook.size)
+        fits[collective], cpu_cost[collective] = measure(hook.runner, load, collective, hook.size, hook.device)
     hosts: list[str] = []
     hook.run(lambda comm: hosts.extend(gather_texts(comm, socket.gethostname(), hook.device)))
     report(5 / 7, "timing codecs")
-    speeds = {name: codec_speed(codec()) for name, codec in CODECS.items()}
+    speeds = {name: codec_speed(codec(), device=hook.device) for name, codec in CODECS.items()}
     report(6 / 7, "timing pairs of ranks")
     wanted = len(set(hosts)) > 1 if pairs is None else pairs
     found = _measure_pairs(hook) if wanted else {}
@@ -135,13 +139,15 @@ def _load() -> Load:
 # -- collectives -------------------------------------------------------------------------------------------------------
 
 
-def measure(runner: Runner, load: Load, collective: str, size: int) -> tuple[Fit, Fit]:
-    """The time of a collective over sizes, and its CPU time; the same on all ranks."""
+def measure(
+    runner: Runner, load: Load | None, collective: str, size: int, device: torch.device = CPU
+) -> tuple[Fit, Fit]:
+    """The time of a collective over sizes, and its CPU time; the same on all ranks. Without a load: no CPU time."""
     times, busy = {}, {}
     for row in BETWEEN_TWO.get(collective, ROWS) if size == 2 else ROWS:
-        jobs = [_Job(collective, size, row.message_bytes) for _ in range(row.count)]
+        jobs = [_Job(collective, size, row.message_bytes, device) for _ in range(row.count)]
         runner.run(jobs[0])  # touches new memory, and all ranks begin together
-        time_s, busy_s = _row_s(runner, load, jobs, in_turn=row.in_turn)
+        time_s, busy_s = _row_s(runner, load, jobs, device, in_turn=row.in_turn)
         sent_bytes = jobs[0].sent_bytes
         if row.in_turn:
             times[sent_bytes] = time_s / row.count
@@ -150,49 +156,53 @@ def measure(runner: Runner, load: Load, collective: str, size: int) -> tuple[Fit
             busy[sent_bytes] = busy_s / row.count
         if time_s > LONG_S and len(busy) > 1:
             break
-    return fit(list(times), list(times.values())), fit(list(busy), list(busy.values()))
+    cpu_cost = NO_TIME if load is None else fit(list(busy), list(busy.values()))
+    return fit(list(times), list(times.values())), cpu_cost
 
 
-def _row_s(runner: Runner, load: Load, jobs: Sequence[_Job], *, in_turn: bool) -> tuple[float, float]:
+def _row_s(
+    runner: Runner, load: Load | None, jobs: Sequence[_Job], device: torch.device, *, in_turn: bool
+) -> tuple[float, float]:
     """Seconds, the median of some repeats; and CPU seconds, under load if that is more; both are means over ranks."""
 
     def act() -> None:
         for part in [[job] for job in jobs] if in_turn else [jobs]:
-            runner.submit(part, torch.empty(0), lambda *_: None).wait()
+            runner.submit(part, torch.empty(0, device=device), lambda *_: None).wait()
 
-    first = _averages(runner, [_clocked(act)])
+    first = _averages(runner, [_clocked(act, device)], device)
     if first[0, 0] > LONG_S:  # on such a slow link times differ little, and the CPU is mostly idle
         return first[0, 0].item(), first[0, 1].item()
-    others = _averages(runner, [_clocked(act) for _ in range(REPEATS - 1)])
+    others = _averages(runner, [_clocked(act, device) for _ in range(REPEATS - 1)], device)
     time_s, busy_s = torch.cat([first, others]).median(0).values.tolist()
-    if in_turn:
+    if in_turn or load is None:
         return time_s, busy_s
     repeats = min(max(round(LOADED_S / time_s), 1), 2 * REPEATS)
-    ((loaded_s,),) = _averages(runner, [(load.taken_by(act, repeats) / repeats,)]).tolist()
+    ((loaded_s,),) = _averages(runner, [(load.taken_by(act, repeats) / repeats,)], device).tolist()
     return time_s, max(busy_s, loaded_s)
 
 
-def _averages(runner: Runner, values: Sequence[Sequence[float]]) -> Tensor:
+def _averages(runner: Runner, values: Sequence[Sequence[float]], device: torch.device) -> Tensor:
     """The mean over the ranks, the same on all of them."""
-    mine, everybody = torch.tensor(values, dtype=torch.float64), list[Tensor]()
+    mine, everybody = torch.tensor(values, dtype=torch.float64, device=device), list[Tensor]()
     runner.run(lambda comm: everybody.append(comm.all_gather(mine.view(-1)).clone()))
-    return everybody[0].mean(0).view(mine.shape)
+    return everybody[0].mean(0).view(mine.shape).cpu()
 
 
-def _clocked(act: Callable[[], None]) -> tuple[float, float]:
-    """Seconds, and CPU seconds of all threads of this process."""
-    began, busy = time.perf_counter(), time.process_time()
+def _clocked(act: Callable[[], None], device: torch.device) -> tuple[float, float]:
+    """Seconds, and CPU seconds of all threads of this process; none on an accelerator, which computes by itself."""
+    began, busy = now(device), time.process_time()
     act()
-    return time.perf_counter() - began, time.process_time() - busy
+    busy_s = time.process_time() - busy if device.type == "cpu" else 0.0
+    return seconds(began, now(device)), busy_s
 
 
 class _Job:
     """A collective on a tensor of its own, in which each rank sends about `sent_bytes`."""
 
-    def __init__(self, collective: str, size: int, sent_bytes: int) -> None:
+    def __init__(self, collective: str, size: int, sent_bytes: int, device: torch.device) -> None:
         collective = collective.removeprefix("small_").removeprefix("large_")
         self._name = collective + ("_" if collective == "all_reduce" else "")
-        self._tensor = _message(collective, size, sent_bytes)
+        self._tensor = _message(collective, size, sent_bytes, device)
         self.sent_bytes = 0.0
 
     def __call__(self, comm: Comm) -> None:
@@ -200,11 +210,11 @@ class _Job:
         self.sent_bytes = cast(GroupComm, comm).traffic.sent_bytes
 
 
-def _message(collective: str, size: int, sent_bytes: int) -> Tensor:
+def _message(collective: str, size: int, sent_bytes: int, device: torch.device = CPU) -> Tensor:
     """A tensor of which each rank sends about `sent_bytes`."""
     if collective == "all_reduce":
-        return torch.zeros(max(1, sent_bytes * size // (8 * (size - 1))))
-    row = torch.zeros(max(1, sent_bytes // (size - 1)), dtype=torch.uint8)
+        return torch.zeros(max(1, sent_bytes * size // (8 * (size - 1))), device=device)
+    row = torch.zeros(max(1, sent_bytes // (size - 1)), dtype=torch.uint8, device=device)
     return row if collective == "all_gather" else row.repeat(size, 1)
 
 
@@ -234,24 +244,25 @@ def _sum_(comm: Comm, values: Tensor) -> None:
 # -- codecs ------------------------------------------------------------------------------------------------------------
 
 
-def codec_speed(codec: Codec, numel: int = VALUES) -> Speed:
+def codec_speed(codec: Codec, numel: int = VALUES, device: torch.device = CPU) -> Speed:
     """The best of several runs: other processes can only make a run slower."""
     kernels.load()
-    values = torch.randn(numel, generator=torch.Generator().manual_seed(0))
-    total, wire = torch.zeros(numel), codec.encode(values)
-    encode_s = _best_s(lambda: codec.encode(values, out=wire))
-    decode_s = _best_s(lambda: codec.decode_(total, wire, alpha=0.5, add=True))
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(device)
+    total, wire = torch.zeros(numel, device=device), codec.encode(values)
+    encode_s = best_s(lambda: codec.encode(values, out=wire), device)
+    decode_s = best_s(lambda: codec.decode_(total, wire, alpha=0.5, add=True), device)
     return Speed(encode_s * 1e9 / numel, decode_s * 1e9 / numel)
 
 
-def _best_s(act: Callable[[], object]) -> float:
+def best_s(act: Callable[[], object], device: torch.device) -> float:
+    """The fewest seconds that `act` takes on a device in some runs after the first one."""
     act()
-    times = []
+    spans = []
     for _ in range(REPEATS):
-        began = time.perf_counter()
+        began = now(device)
         act()
-        times.append(time.perf_counter() - began)
-    return min(times)
+        spans.append((began, now(device)))
+    return min(seconds(*span) for span in spans)
 
 
 # -- ranks -------------------------------------------------------------------------------------------------------------

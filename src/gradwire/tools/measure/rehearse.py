@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
+from gradwire.engine.events import Moment, now, seconds
 from gradwire.engine.hook import Hook
 from gradwire.engine.lanes import GroupComm
 from gradwire.engine.runner import Job, Meter
+from gradwire.engine.stream import done
 from gradwire.errors import SpecError
 from gradwire.exchanges import Exchange
 from gradwire.exchanges.base import Levels
@@ -29,6 +31,7 @@ BucketLayout = tuple[Segment, ...]
 STEPS = 3
 COLD_BYTES = 64 << 20
 """Read before every bucket to empty the caches, as the backward pass does between buckets in training."""
+CPU = torch.device("cpu")
 MOST_BYTES = 4 << 30
 """No real set-up receives more than this in one collective."""
 
@@ -65,16 +68,17 @@ def rehearse(
     steps: int = STEPS,
     at_step: int = 0,
     chunk_bytes: int | None = None,
+    device: torch.device = CPU,
 ) -> list[list[Trace]]:
     """The traces of every bucket's chunks on `size` ranks, as rank 0 would see them.
 
     Each bucket is averaged `steps` times; buckets with the same layout are rehearsed once. `at_step` is the number of
     steps before, for exchanges that change over time. The times are those of this machine with the threads that torch
-    uses now.
+    uses now, or those of an accelerator that the parameters are on.
     """
     known: dict[object, list[Trace]] = {}
     traces = []
-    other = torch.zeros(COLD_BYTES, dtype=torch.uint8).view(torch.float32)
+    other = torch.zeros(COLD_BYTES // 4, device=device)
     for layout in layouts:
         key = tuple((part.name, tuple(part.param.shape), part.param.dtype, part.start, part.numel) for part in layout)
         if key not in known:
@@ -92,10 +96,10 @@ def _rehearse_bucket(
     chunk_bytes: int | None,
     other: Tensor,
 ) -> list[Trace]:
-    runner = _DryRunner(size)
-    hook = Hook(exchange, runner, rank=0, size=size, device=torch.device("cpu"), chunk_bytes=chunk_bytes)
+    runner = _DryRunner(size, other.device)
+    hook = Hook(exchange, runner, rank=0, size=size, device=other.device, chunk_bytes=chunk_bytes)
     hook.load_state_dict({**hook.state_dict(), "step": at_step})
-    values = _values(layout)
+    values = _values(layout).to(other.device)
     taken = []
     for _ in range(steps):
         bucket = Bucket(0, values.clone(), layout, is_last=True)
@@ -136,12 +140,16 @@ def _typical(same: Sequence[Trace]) -> Trace:
 class _DryRunner:
     """Runs jobs immediately, without other ranks, and records their traces."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, device: torch.device) -> None:
         self.meter = Meter()
+        self.overlaps = device.type == "cpu"
         self.traces: list[Trace] = []
-        self._size = size
+        self._size, self._device = size, device
         self._levels: Levels | None = None
         self._scratch = Scratch()
+
+    def check(self) -> None:
+        """A step can begin at any time."""
 
     def open(self, lanes: int) -> None:
         """No lanes are needed."""
@@ -155,7 +163,7 @@ class _DryRunner:
     ) -> Future[Tensor]:
         """Run the jobs now."""
         for job in jobs:
-            log, began = _Log(), time.perf_counter()
+            log, began = _Log(self._device), time.perf_counter()
             comm = _DryComm(self._size, log, self._levels)
             with self._scratch.job():
                 job(comm)
@@ -164,13 +172,14 @@ class _DryRunner:
                 self.meter.add(comm.traffic, began, time.perf_counter())
         if after is not None:
             after()
-        future: Future[Tensor] = Future()
-        future.set_result(result)
-        return future
+        return done(result)
+
+    def adopt(self, tensors: Iterable[Tensor]) -> None:
+        """Jobs run on the caller's stream."""
 
     def run(self, job: Job) -> None:
         """All ranks would send the same, so one rank is enough."""
-        job(_DryComm(1, _Log()))
+        job(_DryComm(1, _Log(self._device)))
 
     def close(self) -> None:
         """There is nothing to close."""
@@ -179,21 +188,23 @@ class _DryRunner:
 class _Log:
     """Records what one chunk does."""
 
-    def __init__(self) -> None:
-        self._sends: list[Send] = []
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._sends: list[tuple[Moment, Moment, tuple[str, int, float]]] = []
         self.resume()
 
     def resume(self) -> None:
         """Work continues."""
-        self._since = time.perf_counter()
+        self._since = now(self._device)
 
     def add(self, collective: str, size: int, sent_bytes: float) -> None:
         """A collective begins, and work stops."""
-        self._sends.append(Send(time.perf_counter() - self._since, collective, size, sent_bytes))
+        self._sends.append((self._since, now(self._device), (collective, size, sent_bytes)))
 
     def trace(self) -> Trace:
-        """The whole trace."""
-        return Trace(tuple(self._sends), time.perf_counter() - self._since)
+        """The whole trace. It waits for an accelerator."""
+        rest_s = seconds(self._since, now(self._device))
+        return Trace(tuple(Send(seconds(began, ended), *what) for began, ended, what in self._sends), rest_s)
 
 
 class _DryComm(GroupComm):

@@ -16,7 +16,9 @@ import torch
 from gradwire.auto.pilot import TURN_STEPS, WARM_STEPS, Pilot
 from gradwire.auto.settings import Auto
 from gradwire.auto.trial import Trial
+from gradwire.engine.gloo import THREADS
 from gradwire.engine.hook import Hook
+from gradwire.engine.runner import Meter
 from gradwire.engine.stats import Stats
 from gradwire.exchanges import exchange
 from gradwire.tools.launch.link import Link
@@ -53,7 +55,8 @@ class Survey(Pilot):
         super().__init__(hook, settings)
         self._compute, self._link, self._publish, self._count = compute, link, publish, count
         self._predicted: dict[str, Prediction] = {}
-        self._stats: dict[str, list[Stats]] = {}
+        self._meters: dict[str, Meter] = {}
+        """What the counted steps of each hook have done. On an accelerator their times come later."""
         self._measured = Trial({})
         self._published = False
 
@@ -79,29 +82,32 @@ class Survey(Pilot):
         layouts = [hook.layouts[index] for index in sorted(hook.layouts)]
         probed = probe(hook, pairs=False)
         wire: Wire = Link.parse(self._link) if self._link else probed
-        compute = _compute(self._compute or UNKNOWN, layouts)
+        compute, at_once = _compute(self._compute or UNKNOWN, layouts), THREADS
+        if not hook.runner.overlaps:  # the backward pass and the hook have a stream each, and the hook runs in order
+            compute, at_once = replace(compute, cores=2.0, threads=1), 1
         found = {
-            spec: predict_step(rehearse(exchange(spec), layouts, hook.size), wire, compute, probed.cpu_cost)
+            spec: predict_step(
+                rehearse(exchange(spec), layouts, hook.size, device=hook.device),
+                wire,
+                compute,
+                probed.cpu_cost,
+                at_once=at_once,
+            )
             for spec in self.settings.specs
         }
-        times = torch.tensor([value.step_s for value in found.values()], dtype=torch.float64)
+        times = torch.tensor([value.step_s for value in found.values()], dtype=torch.float64, device=hook.device)
         first = hook.gather(times)[0].tolist()
         return {spec: replace(value, step_s=step_s) for (spec, value), step_s in zip(found.items(), first, strict=True)}
 
-    def _switch(self, spec: str) -> None:
-        if self._trial is not None:
-            self._end_turn()
-        super()._switch(spec)
-
-    def _end_turn(self) -> None:
-        """Keep the statistics of the hook for this step."""
-        if self._counts:
-            self._stats.setdefault(str(self._hook.exchange), []).append(self._hook.stats())
-        self._hook.reset_stats()
+    def _take_turns(self, trial: Trial) -> None:
+        """As for `auto`, with a meter for each hook."""
+        self._hook.runner.meter = self._hook.runner.meter.fresh()  # a switch resets it
+        super()._take_turns(trial)
+        if self._trial is not None and self._counts:
+            self._hook.runner.meter = self._meters.setdefault(str(self._hook.exchange), self._hook.runner.meter)
 
     def _decide(self, trial: Trial) -> None:
         """As for `auto`."""
-        self._end_turn()
         self._measured = trial
         super()._decide(trial)
 
@@ -114,6 +120,7 @@ class Survey(Pilot):
 
     def _rows(self) -> list[dict[str, Any]]:
         medians, steps_s = self._measured.medians, self._measured.step_s
+        stats = {spec: meter.stats(spec) for spec, meter in self._meters.items()}
         return [
             {
                 "hook": spec,
@@ -122,18 +129,18 @@ class Survey(Pilot):
                 "error": self._errors[spec],
                 "sent_bytes": self._predicted[spec].sent_bytes,
                 "step_s": steps_s.get(spec, []),
-                "split": _split(self._stats.get(spec, []), steps_s.get(spec, [])),
+                "split": _split(stats.get(spec), steps_s.get(spec, [])),
             }
             for spec in self.settings.specs
         ]
 
 
-def _split(stats: Sequence[Stats], step_s: Sequence[float]) -> dict[str, float] | None:
+def _split(stats: Stats | None, step_s: Sequence[float]) -> dict[str, float] | None:
     """The parts of the median step on this rank, as in `records.Split`."""
-    if not stats or not step_s:
+    if stats is None or not stats.timed_steps or not step_s:
         return None
-    work = {key: statistics.fmean(getattr(each, key) for each in stats) for key in ("encode_s", "wire_s", "decode_s")}
-    wait_s = min(statistics.fmean(each.wait_s for each in stats), statistics.median(step_s))
+    work = {"encode_s": stats.encode_s, "wire_s": stats.wire_s, "decode_s": stats.decode_s}
+    wait_s = min(stats.wait_s, statistics.median(step_s))
     return {"compute_s": statistics.median(step_s) - wait_s, **work, "wait_s": wait_s}
 
 
