@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 
 from gradwire.errors import SpecError
+from gradwire.kernels.batch import Batch
 from gradwire.kernels.memory import empty
 from gradwire.spec import changed, write
 
@@ -103,6 +104,10 @@ class Codec(ABC):
     def reduce_(self, wire: Tensor, own: Tensor, wires: Tensor, skip: int, alpha: float) -> Tensor:
         """Encode `alpha * (own + values of all wires but skip)` into `wire`. An override may save passes."""
         return self.encode(self.reduced(own, wires, skip, alpha), out=wire)
+
+    def batch(self, flat: Tensor) -> Batch | None:
+        """Kernels that code all tensors of a message like `flat` at once, with the same bits; None: one at a time."""
+        return None
 
     # -- what a codec can use ----------------------------------------------------------------------------------
 

@@ -18,7 +18,8 @@ from gradwire.codecs.base import Codec, check_block, mixed, zero_end_
 from gradwire.codecs.codebooks import TRAINED, codebook
 from gradwire.codecs.int8 import Rounding
 from gradwire.errors import SpecError
-from gradwire.kernels import pick
+from gradwire.kernels import batched, pick
+from gradwire.kernels.batch import Batch
 from gradwire.kernels.grid import REACH, TILE_BLOCKS, Grid
 from gradwire.spec import coerce
 
@@ -117,6 +118,10 @@ class Levels(Codec):
         zero_end_(wire)
         pick("levels", own).reduce_(wire, own, wires, skip, self.grid, alpha, self.seed)
         return wire
+
+    def batch(self, flat: Tensor) -> Batch | None:
+        """All tensors of a message in one pass, where there are kernels for it."""
+        return batched("levels", flat, self.grid, self.seed)
 
 
 def _grid(bits: int, block: int, kind: str, hadamard: int, stochastic: bool) -> Grid:

@@ -11,7 +11,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from gradwire.codecs.base import Codec, check_block
-from gradwire.kernels import pick
+from gradwire.kernels import batched, pick
+from gradwire.kernels.batch import Batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,3 +55,7 @@ class Sign(Codec):
         if out.numel():
             pick("sign", out).decode_(out, wire, self.block, alpha, add)
         return out
+
+    def batch(self, flat: Tensor) -> Batch | None:
+        """All tensors of a message in one pass, where there are kernels for it."""
+        return batched("sign", flat, self.block)

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from gradwire.codecs.base import Codec, check_block
 from gradwire.errors import SpecError
-from gradwire.kernels import pick
+from gradwire.kernels import batched, pick
+from gradwire.kernels.batch import Batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,3 +64,7 @@ class TopK(Codec):
         if out.numel():
             pick("topk", out).decode_(out, wire, self.block, self.kept, alpha, add)
         return out
+
+    def batch(self, flat: Tensor) -> Batch | None:
+        """All tensors of a message in one pass, where there are kernels for it."""
+        return batched("topk", flat, self.block, self.kept)

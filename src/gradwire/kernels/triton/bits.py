@@ -11,7 +11,6 @@ import triton.language as tl
 MAGIC = tl.constexpr(12582912.0)
 """1.5 * 2**23: adding it rounds a float of up to 2**22 to a whole number, half to even, into the low bits."""
 INFINITE = tl.constexpr(0x7F80_0000)
-NAN = tl.constexpr(float("nan"))
 
 
 @triton.jit

@@ -14,7 +14,6 @@ from gradwire.kernels.torch import int8 as torch_int8
 from gradwire.kernels.triton.bits import (
     INFINITE,
     MAGIC,
-    NAN,
     bf16_of,
     bits_of,
     float_of,
@@ -91,7 +90,7 @@ def _encode_bytes(x, wire, at, tile, row, count, seed, C: tl.constexpr):
         code, value = bits_of(shifted), shifted - MAGIC
     codes = wire + at + tile * (C.rows * C.block) + places(C.rows, C.block)
     tl.store(codes, (code & 0xFF).to(tl.uint8), mask=(row < count)[:, None])
-    scale = tl.where(finite, scale, NAN)
+    scale = tl.where(finite, scale, float("nan"))
     return scale, value * scale[:, None]
 
 
@@ -109,7 +108,7 @@ def _to_fp8(u):
 def _from_fp8(code):
     low = code & 0x7F
     normal, small = float_of((low << 20) + (120 << 23)), low.to(tl.float32) * 0.001953125
-    size = tl.where(low < 8, small, tl.where(low == 0x7F, NAN, normal))
+    size = tl.where(low < 8, small, tl.where(low == 0x7F, float("nan"), normal))
     return float_of(bits_of(size) | ((code >> 7) << 31))
 
 

@@ -9,7 +9,7 @@ from gradwire.kernels.grid import TILE_BLOCKS, Grid
 INT8, FP8, SIGN, LEVELS, TOPK, BF16, FP16 = (tl.constexpr(kind) for kind in range(7))
 PROGRAM_VALUES = 4096
 """The number of values that one program of a kernel works on, unless a block or tile is larger."""
-LARGEST_TILE = 16384
+LARGEST_TILE = 4096
 """A tile of int2 to int6 must fit into the registers of one program."""
 
 
@@ -45,8 +45,8 @@ class Coding(NamedTuple):
 
     @property
     def warps(self) -> int:
-        """16 values per thread of a warp of 32, and at most 16 warps."""
-        return max(1, min(16, self.values // 512))
+        """16 values per thread of a warp of 32, or 8 where a value takes several registers."""
+        return max(1, self.values // (256 if self.kind == LEVELS.value else 512))
 
 
 def in_blocks(kind: tl.constexpr, block: int, *, stochastic: bool = False, kept: int = 0) -> Coding:

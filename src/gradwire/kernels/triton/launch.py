@@ -23,7 +23,9 @@ T = TypeVar("T")
 log = logging.getLogger("gradwire")
 
 
-def launch(kernel: Any, programs: int, tensors: tuple[Tensor, ...], *numbers: float, warps: int, **constants: Any) -> None:
+def launch(
+    kernel: Any, programs: int, tensors: tuple[Tensor, ...], *numbers: float, warps: int, **constants: Any
+) -> None:
     """Start `programs` programs of a kernel on the current stream of the device that holds the tensors.
 
     Args:

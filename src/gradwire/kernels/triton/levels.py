@@ -1,4 +1,4 @@
-"""int2 to int6 in Triton. Tiles of blocks above 1024 values do not fit into registers and use the torch kernels."""
+"""int2 to int6 in Triton. Tiles of blocks above 256 values do not fit into registers and use the torch kernels."""
 
 from torch import Tensor, float32
 

@@ -70,7 +70,9 @@ def reduce(
             left += left & 1  # a zero behind an odd number of values; for a single tensor, the caller writes it
         lost = x - _encoded(x, wire, to, tile, numel, left, seed, largest, C)
         if KEEP:
-            store_tile(residual, start, tl.minimum(left, numel - tile * (C.rows * C.block)), lost * size, C.rows, C.block)
+            store_tile(
+                residual, start, tl.minimum(left, numel - tile * (C.rows * C.block)), lost * size, C.rows, C.block
+            )
 
 
 @triton.jit(do_not_specialize=NUMBERS)

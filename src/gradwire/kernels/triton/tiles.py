@@ -9,7 +9,7 @@ import triton.language as tl
 
 from gradwire.kernels import grid
 from gradwire.kernels.torch.hadamard import norm
-from gradwire.kernels.triton.bits import NAN, bits_of, float_of, magnitude_of, places, tree_sum, uniform, zero_bytes
+from gradwire.kernels.triton.bits import bits_of, float_of, magnitude_of, places, tree_sum, uniform, zero_bytes
 
 REACH = tl.constexpr(grid.REACH)
 LAST = tl.constexpr(2.0**126)
@@ -20,7 +20,7 @@ NORMS = tl.constexpr(tuple(norm(64 << i) for i in range(3)))
 def encode_tile(x, wire, at, tile, numel, seed, C: tl.constexpr):
     """Write exponent, scales and codes of (16, block) values; returns the values that the codes stand for."""
     tiles, blocks = _sizes(numel, C)
-    here = tl.minimum(blocks - 16 * tile, 16)
+    here = tl.minimum(blocks - 16 * tile, 16).to(tl.int32)
     exponent = tl.maximum(tl.max(magnitude_of(x)) >> 23, 1)
     finite = exponent != 255
     x = tl.where(finite, x, 0.0)
@@ -44,7 +44,7 @@ def encode_tile(x, wire, at, tile, numel, seed, C: tl.constexpr):
 def decode_tile(wire, at, tile, numel, alpha, C: tl.constexpr):
     """(16, block) values times alpha."""
     tiles, blocks = _sizes(numel, C)
-    here, block = tl.minimum(blocks - 16 * tile, 16), tl.arange(0, 16)
+    here, block = tl.minimum(blocks - 16 * tile, 16).to(tl.int32), tl.arange(0, 16)
     exponent = tl.load(wire + at + tile).to(tl.int32)
     byte = tl.load(wire + at + tiles + 16 * tile + block, mask=block < here, other=255).to(tl.int32)
     code = _unpack(wire, at + tiles + blocks + tile.to(tl.int64) * (2 * C.bits * C.block), here * C.block, C)
@@ -141,7 +141,7 @@ def _stochastic(u, place, seed, C: tl.constexpr):
 @triton.jit
 def _values_of(exponent, byte, code, alpha, C: tl.constexpr):
     """Multiply by the scale first: scale times binade may exceed the range of a float where the value does not."""
-    last = tl.where(exponent == 255, NAN, float_of(exponent << 23)) * alpha
+    last = tl.where(exponent == 255, float("nan"), float_of(exponent << 23)) * alpha
     s = tl.where(byte == 255, 0.0, _scale_of(byte, C))
     t = code.to(tl.float32) - ((1 << (C.bits - 1)) - 0.5)
     z = t * t
@@ -200,9 +200,11 @@ def _unpack_plane(wire, at, width, BITS: tl.constexpr, TILE: tl.constexpr):
         byte = tl.load(wire + tl.multiple_of(at, 4) + i)
     else:
         byte = tl.load(wire + at + i, mask=i < size, other=0)
-    place = tl.arange(0, TILE)
-    moved = tl.gather(byte.to(tl.int32), place % size, 0)
-    return (moved >> (place // size * BITS)) & ((1 << BITS) - 1)
+    place, part = tl.arange(0, TILE), tl.zeros([TILE], tl.int32)
+    for k in tl.static_range(1, parts):
+        part += (place >= k * size).to(tl.int32)  # place // size, without a division
+    moved = tl.gather(byte.to(tl.int32), tl.minimum(place - part * size, TILE // parts - 1), 0)
+    return (moved >> (part * BITS)) & ((1 << BITS) - 1)
 
 
 # -- the rotation ------------------------------------------------------------------------------------------------
