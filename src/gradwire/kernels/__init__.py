@@ -1,9 +1,9 @@
 """The hot loops on flat tensors: Numba on the CPU, Triton on GPUs, torch everywhere else, with the same bits.
 
-A family of kernels is a set of modules with the same functions, such as `kernels/torch/half.py`, `kernels/numba/half.py`
-and `kernels/triton/half.py`; their contracts are written in the first. `pick` chooses by the tensor. Numba and Triton
-compile a kernel at its first use and cache it on disk. `register` uses every kernel of a hook once, so that no step waits
-for this.
+A family of kernels is a set of modules with the same functions, such as `half.py` in `kernels/torch`, `kernels/numba`
+and `kernels/triton`; their contracts are written in the first. `pick` chooses by the tensor. Numba and Triton compile a
+kernel at its first use and cache it on disk. `register` uses every kernel of a hook once, so that no step waits for
+this.
 """
 
 import functools

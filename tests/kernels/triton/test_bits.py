@@ -65,7 +65,7 @@ class Scripted:
 
 
 def message(codec, turn, dtype=torch.float32):
-    """Values of three ranks. Every kind of gradient there is a corner for is a tensor, of one value up to two programs."""
+    """Values of three ranks. Every kind of gradient with a corner of its own is a tensor, of 1 value to 2 programs."""
     sizes = 1, codec.align + 3, max(16 * getattr(codec, "block", 256), 4096) + codec.align + 5
     names = list(samples(1))
     numels = [sizes[(i + turn) % 3] for i in range(len(names))]

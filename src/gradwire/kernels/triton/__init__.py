@@ -1,7 +1,7 @@
 """The kernels in Triton, for GPUs: one pass over memory each, with the bits of `gradwire.kernels.torch`.
 
-`coding` turns a codec into compile-time constants, `blocks` and `tiles` work inside a program, `passes` are the kernels,
-`launch` starts them, and `calls` is what calls them. The other modules have the functions of `kernels/torch`.
+`coding` turns a codec into a compile-time constant, `blocks` and `tiles` work inside a program, `passes` are the
+kernels, `launch` starts them, and `calls` is what calls them. The other modules have the functions of `kernels/torch`.
 """
 
 import triton

@@ -76,12 +76,12 @@ class TritonBatch:
         alpha: float,
         residual: Tensor | None,
     ) -> bool:
-        """One pass over the values and the wires. For fp16, the sum takes the place of `flat`, or a copy of it."""
+        """One pass over the values and the wires. For fp16, the sum is kept until its largest magnitude is known."""
         if self.coding.kind != FP16.value:
             return _attempt(lambda: self._reduce(means, flat, entries, wires, own, alpha, residual))
-        sums = flat if flat.dtype == torch.float32 else torch.empty_like(flat, dtype=torch.float32)
 
         def work() -> None:
+            sums = torch.empty_like(flat, dtype=torch.float32)
             largest = self._tops(flat, entries, wires, own, alpha, sums)
             self._encode(means, own * means.stride(0), sums, entries, residual, 1.0 / alpha, largest)
 

@@ -125,7 +125,7 @@ def tops(
     ALIGN: tl.constexpr,
     WIRE_ALIGN: tl.constexpr,
 ):
-    """The bit pattern of each program's largest magnitude; with `KEEP`, the sum goes to `sums` (which may be `values`)."""
+    """The bit pattern of each program's largest magnitude; with `KEEP`, the sum goes to `sums`."""
     start, numel, at, tile, left = _share(table, numel, TABLE, ALIGN, C)
     x = load_tile(values, start, left, C.rows, C.block) * alpha
     if tile < 0:

@@ -1,5 +1,6 @@
-"""Inside Triton kernels: int2 to int6. A program works on a tile of 16 blocks; `gradwire.kernels.grid` says what is where.
+"""Inside Triton kernels: int2 to int6. A program works on a tile of 16 blocks.
 
+`gradwire.kernels.grid` says what is where.
 The codes of a tile lie in bit planes whose length depends on the number of blocks in it, so values and codes change
 their order between registers (`tl.gather`).
 """
