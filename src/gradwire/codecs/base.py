@@ -36,7 +36,8 @@ import torch
 from torch import Tensor
 
 from gradwire.errors import SpecError
-from gradwire.kernels import pick
+from gradwire.kernels import batched, pick
+from gradwire.kernels.batch import Batch
 from gradwire.kernels.memory import empty
 from gradwire.spec import changed, write
 
@@ -104,6 +105,10 @@ class Codec(ABC):
     def reduce_(self, wire: Tensor, own: Tensor, wires: Tensor, skip: int, alpha: float) -> Tensor:
         """Encode `alpha * (own + values of all wires but skip)` into `wire`. An override may save passes."""
         return self.encode(self.reduced(own, wires, skip, alpha), out=wire)
+
+    def batch(self, flat: Tensor) -> Batch | None:
+        """Kernels that code all tensors of a message like `flat` at once, with the same bits; None: one at a time."""
+        return None
 
     # -- what a codec can use ----------------------------------------------------------------------------------
 
@@ -175,6 +180,10 @@ class BlockCodec(Codec):
         if out.numel():
             pick(self.name, out).decode_(out, wire, self.block, *self.options, alpha, add)
         return out
+
+    def batch(self, flat: Tensor) -> Batch | None:
+        """All tensors of a message in one pass, where there are kernels for it."""
+        return batched(self.name, flat, self.block, *self.options)
 
 
 def new_total(own: Tensor) -> Tensor:

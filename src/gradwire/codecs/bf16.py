@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from gradwire.codecs.base import Codec, zero_end_
-from gradwire.kernels import pick
+from gradwire.kernels import batched, pick
+from gradwire.kernels.batch import Batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,10 @@ class BF16(Codec):
         zero_end_(wire)
         pick("half", own).reduce_bf16_(_values(wire, own.numel()), own, _rows(wires, own.numel()), skip, alpha)
         return wire
+
+    def batch(self, flat: Tensor) -> Batch | None:
+        """All tensors of a message in one pass, where there are kernels for it."""
+        return batched("half", flat, self.wire_dtype)
 
 
 def _rows(wires: Tensor, numel: int) -> Tensor:

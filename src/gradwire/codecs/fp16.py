@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from gradwire.codecs.base import Codec, new_total
-from gradwire.kernels import pick
+from gradwire.kernels import batched, pick
+from gradwire.kernels.batch import Batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,10 @@ class FP16(Codec):
         total = new_total(own)
         pick("half", own).reduced_fp16_(total, own, halves, skip, factors, alpha)
         return self.encode(total, out=wire)
+
+    def batch(self, flat: Tensor) -> Batch | None:
+        """All tensors of a message in one pass, where there are kernels for it."""
+        return batched("half", flat, self.wire_dtype)
 
 
 def _rows(wires: Tensor, numel: int, alpha: float) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,8 @@ from typing import ClassVar, Literal, Self
 from torch import Tensor
 
 from gradwire.codecs.base import Codec, check_block, mixed
-from gradwire.kernels import pick
+from gradwire.kernels import batched, pick
+from gradwire.kernels.batch import Batch
 from gradwire.spec import coerce
 
 Rounding = Literal["nearest", "stochastic"]
@@ -89,3 +90,7 @@ class Int8(RoundingCodec):
         how = self.block, alpha, self.rounding == "stochastic", self.seed
         pick("int8", own).reduce_(wire, own, wires, skip, *how)
         return wire
+
+    def batch(self, flat: Tensor) -> Batch | None:
+        """All tensors of a message in one pass, where there are kernels for it."""
+        return batched("int8", flat, self.block, self.rounding == "stochastic", self.seed)

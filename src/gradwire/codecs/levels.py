@@ -17,7 +17,8 @@ from gradwire.codecs.base import check_block, zero_end_
 from gradwire.codecs.codebooks import TRAINED, codebook
 from gradwire.codecs.int8 import Rounding, RoundingCodec
 from gradwire.errors import SpecError
-from gradwire.kernels import pick
+from gradwire.kernels import batched, pick
+from gradwire.kernels.batch import Batch
 from gradwire.kernels.grid import REACH, TILE_BLOCKS, Grid
 from gradwire.spec import coerce
 
@@ -107,6 +108,10 @@ class Levels(RoundingCodec):
         zero_end_(wire)
         pick("levels", own).reduce_(wire, own, wires, skip, self.grid, alpha, self.seed)
         return wire
+
+    def batch(self, flat: Tensor) -> Batch | None:
+        """All tensors of a message in one pass, where there are kernels for it."""
+        return batched("levels", flat, self.grid, self.seed)
 
 
 def _grid(bits: int, block: int, kind: str, hadamard: int, stochastic: bool) -> Grid:

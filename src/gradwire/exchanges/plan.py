@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gradwire.codecs.base import Codec, new_total
 from gradwire.exchanges.base import Comm
+from gradwire.kernels.batch import Entry
 from gradwire.kernels.memory import empty
 
 
@@ -122,6 +123,20 @@ def _part(coded: list[tuple[int, int]], exempt: list[tuple[int, int]], codec: Co
         pieces.append(Piece(start, numel, at, codec.wire_bytes(numel)))
         at += pieces[-1].wire_bytes
     return Part(tuple(pieces), tuple(exempt), at)
+
+
+@lru_cache(maxsize=4096)
+def entries(plan: WirePlan, rows: tuple[tuple[int, int], ...]) -> tuple[Entry, ...]:
+    """The tensors of some parts for `Codec.batch`: (part, row of the wires that it is in) for each."""
+    found = []
+    for number, row in rows:
+        part, at = plan.parts[number], row * plan.wire_bytes
+        found += [Entry(piece.start, piece.numel, at + piece.at, False) for piece in part.pieces]
+        at += part.exempt_at
+        for start, numel in part.exempt:
+            found.append(Entry(start, numel, at, True))
+            at += 4 * numel
+    return tuple(found)
 
 
 def encode_part(codec: Codec, flat: Tensor, part: Part, wire: Tensor) -> None:
@@ -236,12 +251,16 @@ def one_shot_(flat: Tensor, whole: WirePlan, codec: Codec, comm: Comm, residual:
     in the order of the ranks and averages them.
     """
     (part,), wires = whole.parts, comm.rows(whole.wire_bytes, torch.uint8, flat.device)
-    wire = wires[comm.rank]
-    encode_part(codec, flat, part, wire)
-    if residual is not None:
-        keep_loss_(codec, flat, part, wire, residual.zero_())
+    wire, batch = wires[comm.rank], codec.batch(flat)
+    if batch is None or not batch.encode_(wires, flat, entries(whole, ((0, comm.rank),)), residual):
+        encode_part(codec, flat, part, wire)
+        if residual is not None:
+            keep_loss_(codec, flat, part, wire, residual.zero_())
+    wires = comm.all_gather_(wires)
+    if batch is not None and batch.total_(flat, entries(whole, ((0, 0),)), wires, 1.0 / comm.size, comm.size):
+        return
     total = new_total(flat) if flat.dtype.itemsize < 4 else flat  # 16 bits are too coarse to add up in
-    sum_part_(codec, total, part, comm.all_gather_(wires), 1.0 / comm.size)
+    sum_part_(codec, total, part, wires, 1.0 / comm.size)
     if total is not flat:
         flat.copy_(total)
 
@@ -257,21 +276,26 @@ def two_shot_(flat: Tensor, split: WirePlan, codec: Codec, comm: Comm, residual:
     2. All-to-all.  3. Sum in float32.  4. Encode the mean.  5. All-gather.  6. Decode, the own part too, so that all
     ranks hold the same bits.
     """
-    wires, own = new_wires(split, flat), split.parts[comm.rank]
-    others = [(part, wires[rank]) for rank, part in enumerate(split.parts) if rank != comm.rank]
-    for part, wire in others:
-        encode_part(codec, flat, part, wire)
-    if residual is not None:
-        residual.zero_()
-        for part, wire in others:
-            keep_loss_(codec, flat, part, wire, residual)
+    wires, own, batch = new_wires(split, flat), split.parts[comm.rank], codec.batch(flat)
+    rows = tuple((rank, rank) for rank in range(comm.size))
+    others = rows[: comm.rank] + rows[comm.rank + 1 :]
+    if batch is None or not batch.encode_(wires, flat, entries(split, others), residual):
+        for rank, _ in others:
+            encode_part(codec, flat, split.parts[rank], wires[rank])
+        if residual is not None:
+            residual.zero_()
+            for rank, _ in others:
+                keep_loss_(codec, flat, split.parts[rank], wires[rank], residual)
 
     arrived, means = comm.all_to_all(wires), comm.rows(split.wire_bytes, wires.dtype, flat.device)
-    mean = means[comm.rank]
-    if residual is None:
-        reduce_part(codec, flat, own, arrived, comm.rank, 1.0 / comm.size, mean)
-    else:
-        reduce_part_keeping_loss(codec, flat, own, arrived, comm.rank, comm.size, mean, residual)
+    mean, alpha, mine = means[comm.rank], 1.0 / comm.size, ((comm.rank, 0),)
+    if batch is None or not batch.reduce_(means, flat, entries(split, mine), arrived, comm.rank, alpha, residual):
+        if residual is None:
+            reduce_part(codec, flat, own, arrived, comm.rank, alpha, mean)
+        else:
+            reduce_part_keeping_loss(codec, flat, own, arrived, comm.rank, comm.size, mean, residual)
 
-    for part, wire in zip(split.parts, comm.all_gather_(means), strict=True):
-        decode_part_(codec, flat, part, wire)
+    means = comm.all_gather_(means)
+    if batch is None or not batch.total_(flat, entries(split, rows), means, 1.0, 1):
+        for part, wire in zip(split.parts, means, strict=True):
+            decode_part_(codec, flat, part, wire)

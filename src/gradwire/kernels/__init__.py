@@ -1,8 +1,9 @@
-"""The hot loops on flat tensors: Numba on the CPU if it is installed, torch everywhere else, with the same bits.
+"""The hot loops on flat tensors: Numba on the CPU, Triton on GPUs, torch everywhere else, with the same bits.
 
-A family of kernels is a pair of modules with the same functions, such as `kernels/torch/half.py` and
-`kernels/numba/half.py`; their contracts are written in the first. `pick` chooses by the tensor. Numba compiles a kernel
-at its first use and caches it on disk. `register` uses every kernel of a hook once, so that no step waits for this.
+A family of kernels is a set of modules with the same functions, such as `half.py` in `kernels/torch`, `kernels/numba`
+and `kernels/triton`; their contracts are written in the first. `pick` chooses by the tensor. Numba and Triton compile a
+kernel at its first use and cache it on disk. `register` uses every kernel of a hook once, so that no step waits for
+this.
 """
 
 import functools
@@ -12,8 +13,9 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-from torch import Tensor, compiler, device, float32, nn  # not `import torch`: that is a name of this package
+from torch import Tensor, bfloat16, compiler, device, float16, float32, nn  # `import torch` would be this package's
 
+from gradwire.kernels.batch import Batch
 from gradwire.kernels.torch import fp8, half, int8, levels, low_rank, sign, topk
 
 log = logging.getLogger("gradwire")
@@ -51,12 +53,46 @@ _TORCH = {
 
 def pick(family: str, tensor: Tensor) -> Any:
     """The module of a family that works on `tensor`."""
-    return getattr(_numba, family) if _suits_numba(tensor) else _TORCH[family]
+    if _suits_numba(tensor):
+        return getattr(_numba, family)
+    return getattr(load_triton(), family, _TORCH[family]) if _suits_triton(tensor) else _TORCH[family]
+
+
+def batched(family: str, tensor: Tensor, *how: Any) -> Batch | None:
+    """Kernels of a family that work on many tensors of a message at once; None if those of `tensor` do not."""
+    make = getattr(pick(family, tensor), "batch", None)
+    return None if make is None else make(*how)
 
 
 def in_use(where: device) -> str:
-    """The name of the kernels that work on float32 tensors of a device: `numba` or `torch`."""
-    return "numba" if _numba is not None and where.type == "cpu" else "torch"
+    """The name of the kernels that work on float32 tensors of a device: `numba`, `triton` or `torch`."""
+    if where.type == "cpu" and _numba is not None:
+        return "numba"
+    return "triton" if where.type in TRITON_DEVICES and load_triton() is not None else "torch"
+
+
+TRITON_DEVICES = {"cuda"}
+"""The types of devices that Triton kernels are used on; torch calls AMD's GPUs `cuda` as well."""
+
+
+def load_triton() -> ModuleType | None:
+    """Load the Triton kernels. None if they cannot be used; the first call says why."""
+    found = _import_triton()
+    return None if found is None or found.failed else found
+
+
+@functools.cache
+def _import_triton() -> ModuleType | None:
+    instead = "gradwire uses its torch kernels on the GPU, which give the same results but take several times as long"
+    try:
+        from gradwire.kernels import triton
+    except ImportError as error:
+        log.warning("triton cannot be imported (%s): %s; torch's GPU builds come with triton", error, instead)
+        return None
+    if triton.too_old():
+        log.warning("triton %s is older than %s: %s", triton.version(), triton.OLDEST, instead)
+        return None
+    return triton
 
 
 @contextmanager
@@ -71,11 +107,17 @@ def reference() -> Iterator[None]:
 
 
 def _suits_numba(tensor: Tensor) -> bool:
+    return _numba is not None and _is_plain(tensor) and tensor.device.type == "cpu" and tensor.dtype == float32
+
+
+def _suits_triton(tensor: Tensor) -> bool:
     return (
-        _numba is not None
-        and not compiler.is_compiling()
-        and type(tensor) in (Tensor, nn.Parameter)
-        and tensor.device.type == "cpu"
-        and tensor.dtype == float32
-        and tensor.is_contiguous()
+        tensor.device.type in TRITON_DEVICES
+        and _is_plain(tensor)
+        and tensor.dtype in (float32, bfloat16, float16)
+        and load_triton() is not None
     )
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return not compiler.is_compiling() and type(tensor) in (Tensor, nn.Parameter) and tensor.is_contiguous()
