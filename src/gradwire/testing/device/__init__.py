@@ -89,10 +89,10 @@ def load() -> None:
     """
     global _loaded
     if _loaded is None:
-        torch.utils.rename_privateuse1_backend(DEVICE)
+        torch.utils.rename_privateuse1_backend(DEVICE)  # type: ignore[attr-defined]
         _loaded = build.module()
         register_device_module(DEVICE, DeviceModule(_loaded))
-        torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+        torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)  # type: ignore[attr-defined]
         dist.Backend.register_backend(BACKEND, _new_backend, extended_api=True, devices=[DEVICE])
 
 

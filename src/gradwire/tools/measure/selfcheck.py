@@ -33,7 +33,8 @@ from gradwire.engine.verify import fingerprint
 from gradwire.errors import GradwireError, RegisterError, SpecError, VerifyError
 from gradwire.exchanges import EXCHANGES, Coded, Exchange, exchange
 from gradwire.exchanges.bucket import Bucket
-from gradwire.models.ddp import make_hook, register
+from gradwire.models.ddp import make_hook
+from gradwire.models.register import register
 from gradwire.testing import device as test_device
 from gradwire.testing.contracts.exchanges import all_inputs, observe_hook, references, unobserved
 from gradwire.tools.launch.launch import Report, run_ranks
