@@ -1,0 +1,121 @@
+// Memory that belongs to streams, as in a caching allocator for GPUs.
+//
+// A block belongs to the stream on which it was allocated. When it is freed, it is at once free for the next allocation
+// on that stream, whose work is queued behind all that used it there. If it was recorded on other streams
+// (`record_stream`), it is free again only after their work up to this moment. What is freed is overwritten with 0xFF
+// (NaN, -1 or 255) in the order of its stream, as by another owner: work on another stream that still needs it, and that
+// nobody recorded, reads these values.
+#pragma once
+#include <c10/core/Allocator.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <set>
+#include <unordered_map>
+
+#include "queues.h"
+
+namespace testdev {
+
+constexpr auto TYPE = c10::DeviceType::PrivateUse1;
+constexpr int POISON = 0xFF;
+inline c10::Device here() { return c10::Device(TYPE, 0); }
+
+class Memory final : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(size_t bytes) override {
+    void* data = bytes ? take(round_up(bytes)) : nullptr;
+    return {data, data, &Memory::release, here()};
+  }
+
+  c10::DeleterFnPtr raw_deleter() const override { return &Memory::release; }
+
+  void copy_data(void* to, const void* from, size_t bytes) const override {
+    device().launch(current_stream, "copy_data", 2 * bytes, [=] { std::memcpy(to, from, bytes); });
+  }
+
+  void record_use(void* data, StreamId stream) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto found = live_.find(data);
+    if (found != live_.end() && found->second.stream != stream) found->second.users.insert(stream);
+  }
+
+ private:
+  struct Block {
+    void* data;
+    size_t bytes;
+    StreamId stream;
+    std::set<StreamId> users;
+    std::vector<MarkPtr> awaited;
+  };
+
+  static size_t round_up(size_t bytes) { return (bytes + 511) / 512 * 512; }
+  static void release(void* data);
+
+  void* take(size_t bytes) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    reclaim();
+    auto& free = free_[{current_stream, bytes}];
+    void* data = nullptr;
+    if (free.empty()) {
+      TORCH_CHECK(posix_memalign(&data, 64, bytes) == 0, "testdev: out of memory for ", bytes, " bytes");
+      std::memset(data, POISON, bytes);
+    } else {
+      data = free.back();
+      free.pop_back();
+    }
+    live_[data] = Block{data, bytes, current_stream, {}, {}};
+    return data;
+  }
+
+  void give_back(void* data) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto found = live_.find(data);
+    if (found == live_.end()) return;
+    Block block = std::move(found->second);
+    live_.erase(found);
+    for (auto user : block.users) block.awaited.push_back(device().record_quietly(user));
+    if (block.awaited.empty())
+      reuse(block);
+    else
+      held_.push_back(std::move(block));
+  }
+
+  // Blocks whose other streams have come past the moment of freeing.
+  void reclaim() {
+    auto passed = [](const Block& block) {
+      return std::all_of(block.awaited.begin(), block.awaited.end(), [](const MarkPtr& mark) { return mark->done.load(); });
+    };
+    auto first = std::stable_partition(held_.begin(), held_.end(), [&](const Block& block) { return !passed(block); });
+    for (auto block = first; block != held_.end(); ++block) reuse(*block);
+    held_.erase(first, held_.end());
+  }
+
+  // Runs nothing now, whatever the schedule: it may be called by a destructor.
+  void reuse(const Block& block) {
+    Task poison;
+    poison.run = [data = block.data, bytes = block.bytes](Time start) {
+      std::memset(data, POISON, bytes);
+      device().counters.poisoned++;
+      return start;
+    };
+    device().push(block.stream, {std::move(poison)}, false);
+    free_[{block.stream, block.bytes}].push_back(block.data);
+  }
+
+  std::mutex mutex_;
+  std::unordered_map<void*, Block> live_;
+  std::vector<Block> held_;
+  std::map<std::pair<StreamId, size_t>, std::vector<void*>> free_;
+};
+
+inline Memory& memory() {
+  static auto* only = new Memory;
+  return *only;
+}
+
+inline void Memory::release(void* data) {
+  if (data) memory().give_back(data);
+}
+
+}  // namespace testdev
