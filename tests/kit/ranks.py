@@ -123,25 +123,31 @@ def on_ranks(
     On the numbers of ranks in `thorough` it runs in `make test-all` only, and so do the specs that are not in QUICK.
     """
 
-    def make(body: Body) -> Any:
-        def test(size: int, spec: str, tmp_path: Path) -> None:
-            __tracebackhide__ = True
-            failure = ""
-            try:
-                pool(size).run(run_body, body.__module__, body.__name__, spec, tmp_path, timeout_s=timeout_s)
-            except RankFailed as error:
-                failure = str(error)
-            if failure:  # outside of the handler, which would show every traceback twice
-                pytest.fail(failure, pytrace=False)
+    return lambda body: as_test(body, list(_cases(sizes, specs, thorough)), pool, run_body, timeout_s)
 
-        test.__signature__ = inspect.signature(test)  # type: ignore[attr-defined]  # of pytest's arguments, not of body's
-        for name in ("__module__", "__name__", "__qualname__", "__doc__"):
-            setattr(test, name, getattr(body, name))
-        test.__wrapped__ = body  # type: ignore[attr-defined]  # where pytest says that the test is
-        test = pytest.mark.timeout(timeout_s + 2 * GRACE_S)(test)
-        return pytest.mark.parametrize(("size", "spec"), list(_cases(sizes, specs, thorough)))(test)
 
-    return make
+def as_test(
+    body: Body, cases: Sequence[Any], pool: Callable[[int], RankPool], run: Callable[..., None], timeout_s: float
+) -> Any:
+    """The test that runs `run`, which runs `body`, on the ranks of a pool, for each (size, spec) of `cases`."""
+
+    def test(size: int, spec: str, tmp_path: Path) -> None:
+        __tracebackhide__ = True
+        failure = ""
+        try:
+            pool(size).run(run, body.__module__, body.__name__, spec, tmp_path, timeout_s=timeout_s)
+        except RankFailed as error:
+            failure = str(error)
+        if failure:  # outside of the handler, which would show every traceback twice
+            pytest.fail(failure, pytrace=False)
+
+    test.__signature__ = inspect.signature(test)  # type: ignore[attr-defined]  # of pytest's arguments, not of body's
+    for name in ("__module__", "__name__", "__qualname__", "__doc__"):
+        setattr(test, name, getattr(body, name))
+    test.__wrapped__ = body  # type: ignore[attr-defined]  # where pytest says that the test is
+    test = pytest.mark.timeout(timeout_s + 2 * GRACE_S)(test)
+    return pytest.mark.parametrize(("size", "spec"), list(cases))(test)
+
 
 
 def _cases(sizes: Sequence[int], specs: Sequence[str], thorough: Collection[int]) -> Iterator[Any]:
@@ -171,12 +177,12 @@ def run_body(rank: int, size: int, module: str, name: str, spec: str, folder: Pa
         raise
 
 
-_pools: dict[int, RankPool] = {}
+_pools: dict[tuple[int, bool], RankPool] = {}
 
 
-def pool(size: int) -> RankPool:
+def pool(size: int, *, test_device: bool = False) -> RankPool:
     """The session's processes of this number of ranks."""
-    return _pools.setdefault(size, RankPool(size))
+    return _pools.setdefault((size, test_device), RankPool(size, test_device=test_device))
 
 
 def close_pools() -> None:

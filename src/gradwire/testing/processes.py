@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire._torch import PrefixStore, Store, TCPStore
+from gradwire.testing import device
 
 PRELOAD = "gradwire.testing.preload"
 """The module that the fork server imports."""
@@ -54,15 +55,18 @@ def when_all_returned(act: Callable[[], None]) -> None:
     _leaving.callback(act)
 
 
-def spawn_ranks(size: int, run: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
+def spawn_ranks(
+    size: int, run: Callable[..., Any], *args: Any, timeout_s: float = 60.0, test_device: bool = False
+) -> list[Any]:
     """Run `run(rank, size, *args)` in `size` new processes under a gloo world; their return values in order.
 
-    `run` must be a function of a module. Arguments and results travel by pickle.
+    `run` must be a function of a module. Arguments and results travel by pickle. With `test_device` the device of
+    `gradwire.testing.device` is loaded, and the world moves its tensors too.
 
     Raises:
         RankFailed: if a rank raised, died, or did not return within `timeout_s`.
     """
-    pool = RankPool(size)
+    pool = RankPool(size, test_device=test_device)
     try:
         return pool.run(run, *args, timeout_s=timeout_s)
     finally:
@@ -77,6 +81,7 @@ class _Call:
     function: Callable[..., Any]
     args: tuple[Any, ...]
     timeout_s: float
+    test_device: bool
     environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
     folder: str = field(default_factory=os.getcwd)
 
@@ -89,8 +94,10 @@ class RankPool:
     number of torch's threads are set anew for each. After a failure the next call has new processes.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, *, test_device: bool = False) -> None:
+        """With `test_device` the ranks have the device of `gradwire.testing.device`, as in `spawn_ranks`."""
         self.size = size
+        self._test_device = test_device
         self._calls = itertools.count()
         self._processes: list[Any] = []
         self._pipes: list[Any] = []
@@ -98,7 +105,7 @@ class RankPool:
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
         """Run `function(rank, size, *args)` on every rank; the return values in order. See `spawn_ranks`."""
-        call = pickle.dumps(_Call(next(self._calls), function, args, timeout_s))
+        call = pickle.dumps(_Call(next(self._calls), function, args, timeout_s, self._test_device))
         deadline = time.monotonic() + timeout_s
         try:
             self._start()
@@ -202,7 +209,9 @@ def _outcome(message: bytes, rank: int, size: int, store: Store) -> bytes:
         os.environ.clear()
         os.environ.update(call.environment, RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
         own, limit = PrefixStore(f"call {call.number}", store), timedelta(seconds=call.timeout_s)
-        dist.init_process_group("gloo", store=own, rank=rank, world_size=size, timeout=limit)
+        if call.test_device:
+            device.load()
+        dist.init_process_group(device.GROUP if call.test_device else "gloo", store=own, rank=rank, world_size=size, timeout=limit)
         with warnings.catch_warnings():
             return pickle.dumps((True, call.function(rank, size, *call.args)))
     except BaseException:

@@ -12,6 +12,7 @@ import importlib.util
 import logging
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -48,6 +49,19 @@ def module() -> ModuleType:
         made = _import(folder / f"{MODULE}.so") if (folder / BUILT).exists() else _build(folder)
     sys.modules[MODULE] = made
     return made
+
+
+def is_built() -> bool:
+    """Whether the library of these sources is in the cache."""
+    return (cache_folder() / BUILT).exists()
+
+
+def in_new_process() -> None:
+    """Build the library without loading it in this process, where the device would stay registered."""
+    command = [sys.executable, "-c", f"from {__name__} import module; module()"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"the test device could not be built:\n{done.stdout}{done.stderr}")
 
 
 def cache_folder() -> Path:

@@ -1,0 +1,28 @@
+"""These tests have the mark `device`. They need a C++ compiler: without one they fail in CI and are skipped elsewhere."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from gradwire.testing.device import build
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.device)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _built() -> None:
+    """The library is there before the ranks of a test need it, as building takes longer than a test may."""
+    if build.is_built():
+        return
+    if problem := build.missing_tools():
+        if os.environ.get("CI"):
+            pytest.fail(f"{problem}. CI must run these tests")
+        pytest.skip(problem)
+    build.in_new_process()
