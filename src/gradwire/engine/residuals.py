@@ -5,7 +5,7 @@ bucket while DDP's buckets stay as they are, and lays the values out again by pa
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -37,9 +37,10 @@ class Residuals:
         """Like `of`, for an exchange that keeps no residual: what an earlier exchange left to apply. None if nothing.
 
         Each chunk appends a truth value to the list that is returned too: whether its residual was applied. Once all
-        chunks have applied theirs, the residual is dropped.
+        chunks have applied theirs, the residual is dropped: at the bucket's next step, when its jobs have ended. The
+        jobs of other buckets may still be under way, so that their truth values cannot be read yet on an accelerator.
         """
-        self._drop_applied()
+        self._drop_applied([bucket.names])
         if not any(name in self.by_param for name in bucket.names):
             return None
         residual = self.of(bucket)
@@ -47,8 +48,8 @@ class Residuals:
         return residual, self._applied[bucket.names]
 
     def copies(self) -> dict[str, Tensor]:
-        """A copy of every parameter's residual, flat, in memory order."""
-        self._drop_applied()
+        """A copy of every parameter's residual, flat, in memory order. Between steps."""
+        self._drop_applied(list(self._applied))
         return {name: residual.clone() for name, residual in self.by_param.items()}
 
     def load(self, residuals: Mapping[str, Tensor]) -> None:
@@ -64,8 +65,9 @@ class Residuals:
         for residual in self.by_param.values():
             healed_(residual.mul_(factor))
 
-    def _drop_applied(self) -> None:
-        for key, applied in list(self._applied.items()):
+    def _drop_applied(self, keys: Sequence[tuple[str, ...]]) -> None:
+        for key in keys:
+            applied = self._applied.get(key)
             if applied and all(applied):
                 self.by_param = {name: kept for name, kept in self.by_param.items() if name not in key}
                 del self._applied[key]
