@@ -9,11 +9,12 @@ PARALLEL ?= -n 4 --dist worksteal
 # Tests start many processes; without bytecode on disk each of them, and each worker of pytest, compiles our modules.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-all test-rest thorough browser integrations smoke lint types bench soak compat docs clean
+.PHONY: help setup demo test test-all test-rest device thorough browser integrations smoke lint types bench soak compat docs clean
 
 help:
 	@echo "make demo      does compression pay for a small GPT on 1 Gbit/s? headroom, advice and a page"
 	@echo "make test      lint, types and all tests"
+	@echo "make device    build the asynchronous test device, and run the accelerator path on it (needs a C++ compiler)"
 	@echo "make test-all  the same, the long tests, the report in a browser, a short shaped-network benchmark (needs root)"
 	@echo "make integrations  unmodified Lightning, Accelerate and Trainer scripts under gradwire's verbs"
 	@echo "make bench     kernels, codec error and the shaped-network benchmark (needs root, about 45 minutes)"
@@ -36,9 +37,14 @@ demo: setup
 	$(BIN)/gradwire demo
 
 test: lint types
-	$(BIN)/python -m pytest $(PARALLEL) -m "not browser and not thorough and not integrations"
+	$(BIN)/python -m pytest $(PARALLEL) -m "not browser and not device and not thorough and not integrations"
 
-test-all: test test-rest
+test-all: test device test-rest
+
+# Streams, events and collectives of an accelerator, on the CPU. A test on it computes; it hardly ever waits.
+device: setup
+	$(BIN)/python -c "from gradwire.testing.device import build; build.ensure()"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m device tests/device
 
 test-rest: thorough browser smoke
 

@@ -88,7 +88,7 @@ def weights(module: nn.Module) -> dict[str, Tensor]:
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.05, momentum=0.9)
+    return torch.optim.SGD(params, lr=1e-3, momentum=0.9)
 
 
 def wrap(ranks: Ranks, place: str, module: nn.Module | None = None, **options: Any) -> DDP:

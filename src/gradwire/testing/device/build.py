@@ -56,6 +56,17 @@ def is_built() -> bool:
     return (cache_folder() / BUILT).exists()
 
 
+def ensure() -> None:
+    """Build the library unless it is there. Without a compiler this fails in CI and says what is missing elsewhere."""
+    problem = "" if is_built() else missing_tools()
+    if problem and os.environ.get("CI"):
+        raise SystemExit(f"{problem}. CI must run the tests on the test device")
+    if problem:
+        log.warning("%s; the tests on it will be skipped", problem)
+    elif not is_built():
+        in_new_process()
+
+
 def in_new_process() -> None:
     """Build the library without loading it in this process, where the device would stay registered."""
     command = [sys.executable, "-c", f"from {__name__} import module; module()"]

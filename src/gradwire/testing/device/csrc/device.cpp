@@ -66,6 +66,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("record_stream", record_stream);
   m.impl("set_.source_Storage_storage_offset", set_source);
   m.impl("set_.source_Tensor", set_tensor);
+  m.impl("set_.source_Storage", set_storage);
 }
 
 }  // namespace testdev

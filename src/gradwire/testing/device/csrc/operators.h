@@ -308,12 +308,20 @@ inline at::Tensor& set_source(
   auto impl = tensor.unsafeGetTensorImpl();
   impl->set_storage_keep_dtype(std::move(storage));
   impl->set_storage_offset(offset.expect_int());
-  impl->set_sizes_and_strides(C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride));
+  if (stride.size() == size.size())
+    impl->set_sizes_and_strides(C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride));
+  else
+    impl->set_sizes_contiguous(C10_AS_INTARRAYREF_SLOW(size));
   return tensor;
 }
 
 inline at::Tensor& set_tensor(at::Tensor& tensor, const at::Tensor& source) {
   return set_source(tensor, source.storage(), source.storage_offset(), source.sym_sizes(), source.sym_strides());
+}
+
+inline at::Tensor& set_storage(at::Tensor& tensor, at::Storage storage) {
+  const auto values = static_cast<int64_t>(storage.nbytes() / tensor.itemsize());
+  return set_source(tensor, std::move(storage), 0, c10::SymIntArrayRef({c10::SymInt(values)}), c10::SymIntArrayRef({c10::SymInt(1)}));
 }
 
 inline void record_stream(at::Tensor& tensor, c10::Stream stream) {
