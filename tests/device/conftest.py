@@ -1,4 +1,4 @@
-"""These tests have the mark `device`. They need a C++ compiler: without one they fail in CI and are skipped elsewhere."""
+"""These tests are marked `device`. Without a C++ compiler they fail in CI and are skipped elsewhere."""
 
 from pathlib import Path
 

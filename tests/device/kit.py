@@ -34,9 +34,7 @@ TIMEOUT_S = 150.0
 
 def on_device(*sizes: int, specs: Sequence[str] = ("",)) -> Callable[[Body], Any]:
     """Make a test of a function: it runs on every rank of each of these numbers of ranks, for each of the specs."""
-    cases = [
-        pytest.param(size, spec, id=f"{size}-{spec}" if spec else str(size)) for size in sizes for spec in specs
-    ]
+    cases = [pytest.param(size, spec, id=f"{size}-{spec}" if spec else str(size)) for size in sizes for spec in specs]
     ranks = functools.partial(pool, test_device=True)
     return lambda body: as_test(body, cases, ranks, run_on_device, TIMEOUT_S)
 

@@ -15,7 +15,6 @@ from ..kit.ranks import Ranks
 from ..kit.trial import raised
 from .kit import following, on_device
 
-
 fresh = itertools.count(1)
 """New values each time: memory that is used again may hold the old ones."""
 

@@ -1,6 +1,5 @@
 """Every exchange on the device: after several steps the weights and residuals are those of the CPU engine."""
 
-from gradwire import exchange
 from gradwire.exchanges import registered
 
 from ..kit.ranks import Ranks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from unittest import mock
 
 import torch
@@ -227,9 +228,9 @@ def test_diloco_in_fragments_with_a_delay(ranks: Ranks) -> None:
 # -- PowerSGD --------------------------------------------------------------------------------------------------------
 
 
-def torch_kernels() -> object:
+def torch_kernels() -> AbstractContextManager[object]:
     """Without Numba's kernels: their products add up in another order than torch's, which run on accelerators."""
-    return mock.patch.object(kernels, "_suits_numba", lambda tensor: False)
+    return mock.patch.object(kernels, "_suits_numba", return_value=False)
 
 
 @on_device(1, 2, 3, 4, specs=(POWER_SGD, "powersgd:rank=2,batched=true,wire=int8,min_compression=0.5"))

@@ -149,7 +149,6 @@ def as_test(
     return pytest.mark.parametrize(("size", "spec"), list(cases))(test)
 
 
-
 def _cases(sizes: Sequence[int], specs: Sequence[str], thorough: Collection[int]) -> Iterator[Any]:
     for size in sorted({*sizes, *thorough}):
         for spec in specs or ("",):

@@ -158,7 +158,7 @@ def set_costs(
 
 @contextmanager
 def capturing() -> Iterator[None]:
-    """Pretend that the current stream is being captured into a graph: see `torch.testdev.is_current_stream_capturing`."""
+    """Pretend that streams are being captured into a graph: see `torch.testdev.is_current_stream_capturing`."""
     _native().set_capturing(True)
     try:
         yield

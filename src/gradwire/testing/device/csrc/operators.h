@@ -155,8 +155,12 @@ class Call {
     }
     if (fresh.empty() && !changes_anything()) return results;  // a view
     std::vector<at::Tensor> to;
-    for (auto& tensor : fresh) to.push_back(on_host(tensor));
-    device().launch(current_stream, name(), bytes_of(host_) + bytes_of(results), [op = op_, host = host_, to, is_fresh]() mutable {
+    auto bytes = bytes_of(host_);
+    for (auto& tensor : fresh) {
+      to.push_back(on_host(tensor));
+      bytes += tensor.nbytes();
+    }
+    device().launch(current_stream, name(), bytes, [op = op_, host = host_, to, is_fresh]() mutable {
       Plain plain;
       op.callBoxed(&host);
       size_t next = 0;

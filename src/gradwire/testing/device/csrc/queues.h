@@ -237,9 +237,10 @@ class Device {
     return queue.tasks.empty() ? nullptr : &queue.tasks.front();  // only the thread whose turn it is removes it
   }
 
-  Task pop(Queue& queue) {
+  std::optional<Task> pop(Queue& queue) {
     std::lock_guard<std::mutex> lock(mutex_);
-    Task task = std::move(queue.tasks.front());
+    if (queue.tasks.empty()) return std::nullopt;
+    std::optional<Task> task = std::move(queue.tasks.front());
     queue.tasks.pop_front();
     return task;
   }
@@ -259,7 +260,8 @@ class Device {
       auto next = front(here);
       if (!next || (!may_block && !can_run(*next))) return;
       auto task = pop(here);
-      execute(here, task);
+      if (!task) return;  // can_run has run into an error, after which all queues are empty
+      execute(here, *task);
     }
   }
 
