@@ -28,7 +28,7 @@ EXACT = Exact()
 
 AnyHook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 
-_hooks: "weakref.WeakKeyDictionary[Any, dict[Exchange, Hook]]" = weakref.WeakKeyDictionary()
+_hooks: "weakref.WeakKeyDictionary[Any, dict[tuple[Exchange, torch.device], Hook]]" = weakref.WeakKeyDictionary()
 
 
 def average(exchange: Exchange, group: dist.ProcessGroup | None, bucket: Any) -> Future[Tensor]:
@@ -52,11 +52,11 @@ def mean_of(exchange: Exchange, group: dist.ProcessGroup | None, bucket: Bucket)
 
 
 def hook_of(exchange: Exchange, group: dist.ProcessGroup, device: torch.device) -> Hook:
-    """The engine for all models of this process that use `exchange` on `group`."""
-    hooks = _hooks.setdefault(group, {})
-    if exchange not in hooks or hooks[exchange].closed:
-        hooks[exchange] = make_hook(exchange, group, device)
-    return hooks[exchange]
+    """The engine for all models of this process that use `exchange` on `group`, and are on this device."""
+    hooks, key = _hooks.setdefault(group, {}), (exchange, device)
+    if key not in hooks or hooks[key].closed:
+        hooks[key] = make_hook(exchange, group, device)
+    return hooks[key]
 
 
 def group_or_world(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
