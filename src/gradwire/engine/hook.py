@@ -268,6 +268,7 @@ class Hook:
         if self.pilot is None:
             checkpoint.warn_if_other(states[0], str(self.exchange))
         self._residuals.load({name: value.to(self.device) for name, value in residuals.items()})
+        self.runner.adopt(tensor for kept in memory.values() for tensor in kept.values())
         self._memory = memory
         self._steps = Steps(step)
 

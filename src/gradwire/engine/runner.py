@@ -10,7 +10,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -105,6 +105,9 @@ class Runner(Protocol):
     ) -> Future[Tensor]:
         """Run `jobs`, then `after`, and complete the future with `result`; `counted`: in the meter too."""
 
+    def adopt(self, tensors: Iterable[Tensor]) -> None:
+        """Jobs will use these tensors, which the caller has made, and may drop them while they run."""
+
     def run(self, job: Job) -> None:
         """Run one job and wait for it."""
 
@@ -191,6 +194,9 @@ class LaneRunner:
         if idle:
             self.lanes.wait_started(first, KICK_S)
         return pending.future
+
+    def adopt(self, tensors: Iterable[Tensor]) -> None:
+        """A tensor on the CPU lives as long as a job refers to it."""
 
     def run(self, job: Job) -> None:
         """Run one job in its turn and wait; its error is raised as it is."""

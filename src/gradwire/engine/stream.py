@@ -1,7 +1,7 @@
 """StreamRunner: on accelerators everything is enqueued on a side stream, by the thread that runs backward."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -67,6 +67,12 @@ class StreamRunner:
                 after()
             future.set_result(result)
         return future
+
+    def adopt(self, tensors: Iterable[Tensor]) -> None:
+        """Their memory belongs to the caller's stream, which would use it again while a job still needs it."""
+        if self._stream is not None:
+            for tensor in tensors:
+                tensor.record_stream(self._stream)
 
     def run(self, job: Job) -> None:
         """Enqueue one job."""
