@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from gradwire import kernels
 from gradwire.testing import device
 
 from ..kit.models import Deep, batch, seeded
@@ -113,3 +115,8 @@ def trained(ranks: Ranks, place: str, spec: str | None = None, steps: int = 3, *
     made = weights(model) | kept
     hook.close()
     return made
+
+
+def torch_kernels() -> AbstractContextManager[object]:
+    """Without Numba's kernels: their products add up in another order than torch's, which run on accelerators."""
+    return mock.patch.object(kernels, "_suits_numba", return_value=False)

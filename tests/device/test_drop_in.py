@@ -25,8 +25,7 @@ from gradwire.ddp_comm_hooks import (
 from ..kit.models import Deep, batch, seeded
 from ..kit.ranks import Ranks
 from ..kit.trial import loss
-from .kit import on_device, same_bits, sgd, step, weights, wrap
-from .test_modes import torch_kernels
+from .kit import on_device, same_bits, sgd, step, torch_kernels, weights, wrap
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, about torch.jit.script

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from unittest import mock
-
 import torch
 from torch import Tensor
 
 import gradwire
-from gradwire import kernels
 from gradwire.auto.pilot import Pilot
 from gradwire.auto.settings import Auto
 from gradwire.optim import DiLoCo, LocalSGD, step_in_backward
@@ -18,7 +14,7 @@ from ..kit import models
 from ..kit.models import batch, seeded
 from ..kit.ranks import Ranks
 from ..kit.trial import loss, through_a_file
-from .kit import on_device, same_bits, sgd, step, trained, weights, wrap
+from .kit import on_device, same_bits, sgd, step, torch_kernels, trained, weights, wrap
 
 FEEDBACK = "int8:feedback=true,exempt=none"
 MODES = ("exact", FEEDBACK)
@@ -228,11 +224,6 @@ def test_diloco_in_fragments_with_a_delay(ranks: Ranks) -> None:
 # -- PowerSGD --------------------------------------------------------------------------------------------------------
 
 
-def torch_kernels() -> AbstractContextManager[object]:
-    """Without Numba's kernels: their products add up in another order than torch's, which run on accelerators."""
-    return mock.patch.object(kernels, "_suits_numba", return_value=False)
-
-
 @on_device(1, 2, 3, 4, specs=(POWER_SGD, "powersgd:rank=2,batched=true,wire=int8,min_compression=0.5"))
 def test_powersgd_has_the_bits_of_the_same_kernels_on_the_cpu(ranks: Ranks) -> None:
     with torch_kernels():
@@ -243,5 +234,5 @@ def test_powersgd_has_the_bits_of_the_same_kernels_on_the_cpu(ranks: Ranks) -> N
 def test_powersgd_is_near_numbas_kernels(ranks: Ranks) -> None:
     """With Numba on the CPU the weights differ by rounding alone, and they do differ."""
     numba, here = trained(ranks, "cpu"), trained(ranks, "testdev")
-    errors = [float((here[name] - value).abs().max()) for name, value in numba.items()]
-    assert 0.0 < max(errors) < 1e-6
+    errors = [float((here[name] - value).abs().max()) for name, value in numba.items() if "residual" not in name]
+    assert 0.0 < max(errors) < 1e-6, max(errors)

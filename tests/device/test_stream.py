@@ -26,9 +26,10 @@ from gradwire.testing import device
 from ..kit.failing import Failing
 from ..kit.ranks import Ranks
 from ..kit.trial import raised
-from .kit import check_bits, following, on_device, same_bits, sgd, step, trained, weights, wrap
+from .kit import check_bits, following, on_device, same_bits, sgd, step, torch_kernels, trained, weights, wrap
 
 FEEDBACK = "int8:feedback=true,exempt=none"
+POWER_SGD = "powersgd:rank=1,min_compression=0.5"
 SCHEDULES = ("eager_sides", "lazy", "lazy_sides")
 """Those that show a missing order every time."""
 
@@ -93,11 +94,32 @@ def scaling_job(flat: Tensor) -> Callable[[Comm], None]:
     return lambda comm: comm.all_reduce_(flat).mul_(3)  # type: ignore[arg-type,return-value]
 
 
+def a_loaded_state_is_not_overwritten(ranks: Ranks) -> None:
+    """PowerSGD replaces the directions that were loaded while the side stream may still have to read them."""
+
+    def run(place: str) -> dict[str, Tensor]:
+        state: dict[str, object] = {}
+        for number in range(2):
+            model = wrap(ranks, place)
+            hook = ranks.register(model, POWER_SGD, bucket_mb=0.002)
+            if state:
+                hook.load_state_dict(state)
+            step(model, sgd(model.parameters()), ranks.rank, number)
+            state = hook.state_dict()
+            made = weights(model)
+            hook.close()
+        return made
+
+    with torch_kernels():
+        same_bits(ranks, run, SCHEDULES)
+
+
 CHECKS = (
     weights_are_those_of_the_cpu,
     a_job_is_done_when_run_returns,
     memory_of_a_result_is_not_reused_before_its_job,
     parameters_are_stepped_after_the_mean,
+    a_loaded_state_is_not_overwritten,
     weights_are_those_of_the_cpu_in_many_orders,
 )
 
@@ -190,6 +212,7 @@ MUTANTS: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "the side stream does not wait for the gradients": lambda: edited(WAIT, "pass"),
     "the side stream waits for itself": lambda: edited(WAIT, "self._stream.wait_stream(self._stream)"),
     "the result is not recorded on the side stream": lambda: edited("result.record_stream(self._stream)", "pass"),
+    "a loaded state is not recorded on the side stream": lambda: edited("tensor.record_stream(self._stream)", "pass"),
     "a future without devices": lambda: edited("Future(devices=[device])", "Future()"),
     "collectives are not waited for": lambda: edited("issue(TorchGroup(group)).wait()", "issue(TorchGroup(group))"),
     "run does not wait": lambda: edited("counted=False).wait()", "counted=False)"),

@@ -20,9 +20,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.backend_registration import (
+    generate_methods_for_privateuse1_backend,
+    rename_privateuse1_backend,
+)
 
 from gradwire._torch.device import register_device_module
 from gradwire._torch.distributed import new_gloo
@@ -89,10 +92,10 @@ def load() -> None:
     """
     global _loaded
     if _loaded is None:
-        torch.utils.rename_privateuse1_backend(DEVICE)
+        rename_privateuse1_backend(DEVICE)
         _loaded = build.module()
         register_device_module(DEVICE, DeviceModule(_loaded))
-        torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+        generate_methods_for_privateuse1_backend(for_storage=True)
         dist.Backend.register_backend(BACKEND, _new_backend, extended_api=True, devices=[DEVICE])
 
 

@@ -168,6 +168,9 @@ class _DryRunner:
         future.set_result(result)
         return future
 
+    def adopt(self, tensors: Iterable[Tensor]) -> None:
+        """There is one thread."""
+
     def run(self, job: Job) -> None:
         """All ranks would send the same, so one rank is enough."""
         job(_DryComm(1, _Log()))

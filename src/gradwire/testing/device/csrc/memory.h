@@ -109,6 +109,48 @@ class Memory final : public c10::Allocator {
   std::map<std::pair<StreamId, size_t>, std::vector<void*>> free_;
 };
 
+// Host memory that `pin_memory()` gives. It is ordinary memory of which it is known that it was asked for so.
+class PinnedMemory final : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(size_t bytes) override {
+    void* data = nullptr;
+    TORCH_CHECK(posix_memalign(&data, 64, std::max<size_t>(bytes, 64)) == 0, "testdev: out of pinned memory");
+    std::lock_guard<std::mutex> lock(mutex_);
+    sizes_[data] = bytes;
+    return {data, data, &PinnedMemory::release, c10::Device(c10::DeviceType::CPU)};
+  }
+
+  c10::DeleterFnPtr raw_deleter() const override { return &PinnedMemory::release; }
+
+  void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
+
+  bool holds(const void* data) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto after = sizes_.upper_bound(const_cast<void*>(data));
+    if (after == sizes_.begin()) return false;
+    auto& [start, bytes] = *std::prev(after);
+    return static_cast<const char*>(data) < static_cast<char*>(start) + std::max<size_t>(bytes, 1);
+  }
+
+ private:
+  static void release(void* data);
+  std::mutex mutex_;
+  std::map<void*, size_t> sizes_;
+};
+
+inline PinnedMemory& pinned_memory() {
+  static auto* only = new PinnedMemory;
+  return *only;
+}
+
+inline void PinnedMemory::release(void* data) {
+  {
+    std::lock_guard<std::mutex> lock(pinned_memory().mutex_);
+    pinned_memory().sizes_.erase(data);
+  }
+  std::free(data);
+}
+
 inline Memory& memory() {
   static auto* only = new Memory;
   return *only;
