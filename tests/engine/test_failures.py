@@ -124,9 +124,13 @@ def test_rank_that_dies_ends_the_others(size: int, guilty: int, tmp_path: Path) 
         assert "another rank failed" in Path(tmp_path, f"{rank}.txt").read_text()
 
 
+GLOOS = "[Gloo] Rank"
+"""How the lines begin that gloo of torch 2.9 prints for every group that is made."""
+
+
 @pytest.mark.parametrize("endings", [("nothing", "destroy"), ("raise", "in flight")], ids=" and ".join)
 def test_program_that_does_not_close_its_hook_ends(endings: tuple[str, str], tmp_path: Path) -> None:
-    """With its own exit code, and without any output."""
+    """With its own exit code, and without any output of ours."""
     command = [sys.executable, "-W", "error", forgetful.__file__]
     programs = [
         subprocess.Popen(
@@ -143,4 +147,5 @@ def test_program_that_does_not_close_its_hook_ends(endings: tuple[str, str], tmp
         for program in programs:
             program.kill()
     assert [program.returncode for program in programs] == [forgetful.EXIT_CODES[ending] for ending in endings], output
-    assert output == ["", ""]
+    own = [line for text in output for line in text.splitlines() if not line.startswith(GLOOS)]
+    assert not own
