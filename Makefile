@@ -45,11 +45,11 @@ test-all: test triton device test-rest
 # Streams, events and collectives of an accelerator, on the CPU. A test on it computes; it hardly ever waits.
 # A process of its own: the interpreter is chosen when triton is imported.
 triton: setup
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m triton tests/kernels/triton
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m triton tests/kernels/triton
 
 device: setup
 	$(BIN)/python -c "from gradwire.testing.device import build; build.ensure()"
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m device tests/device
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m device tests/device
 
 test-rest: thorough browser smoke
 

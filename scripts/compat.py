@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENTS = ROOT / ".compat"
-MARKED = "not thorough and not browser and not integrations"
+MARKED = "not thorough and not browser and not integrations and not triton and not device"
 NOT_FOR_TESTS = ("mypy", "pre-commit", "ruff")
 COUNTED = re.compile(r"(\d+) (passed|failed|skipped|errors?)\b")
 

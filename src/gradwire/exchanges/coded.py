@@ -18,6 +18,7 @@ from gradwire.exchanges.exempt import check_matches, check_pattern, is_exempt
 from gradwire.exchanges.feedback import fed_back
 from gradwire.exchanges.plan import Run, WirePlan, joined, one_shot_, plan, two_shot_
 from gradwire.exchanges.reference import Reference, backend_mean, coded_message, fed, kept
+from gradwire.kernels.batch import Entry
 from gradwire.spec import changed, write
 
 Shots = Literal["auto", "one", "two"]
@@ -149,6 +150,8 @@ class Coded(Exchange):
             raise SpecError(f"{self.codec.name}: allocate=true works on the CPU only, the model is on {device}")
         for codec in CODECS.values() if self.allocate else [self.codec]:
             values = torch.ones(2 * self.align + 1, device=device)
+            if _warmed_up_at_once(codec, values, bool(self.feedback)):
+                continue
             wire = codec.encode(values)
             for add in (False, True):
                 codec.decode_(values, wire, add=add)
@@ -179,6 +182,20 @@ class Coded(Exchange):
         own = {key: value for key, value in changed(self).items() if value != _defaults(self.codec).get(key)}
         own.pop("codec")
         return write(self.codec.name, {**changed(self.codec), **own})
+
+
+def _warmed_up_at_once(codec: Codec, values: Tensor, feedback: bool) -> bool:
+    """Use the kernels of `Codec.batch` once; False if there are none."""
+    batch, entries = codec.batch(values), (Entry(0, values.numel(), 0, False),)
+    if batch is None:
+        return False
+    wires = torch.zeros((2, codec.wire_bytes(values.numel())), dtype=torch.uint8, device=values.device)
+    residual = torch.zeros_like(values) if feedback else None
+    return (
+        batch.encode_(wires, values, entries, residual)
+        and batch.reduce_(torch.empty_like(wires), values, entries, wires, 0, 0.5, residual)
+        and batch.total_(values, entries, wires, 0.5, 2)
+    )
 
 
 def _defaults(codec: Codec) -> dict[str, object]:

@@ -2,7 +2,7 @@
 
     from gradwire.testing import interpreter
 
-    interpreter.load()                    # before anything imports triton
+    interpreter.load()                    # before anything imports triton, or with TRITON_INTERPRET=1 set
     with interpreter.on("cpu"):           # or "testdev"
         wire = codec.encode(values)       # by the Triton kernels
 
@@ -11,7 +11,6 @@ the bits that a GPU computes, because the kernels avoid everything that is appro
 does nothing.
 """
 
-import inspect
 import os
 import sys
 import threading
@@ -36,19 +35,21 @@ def load() -> None:
     """
     chosen = os.environ.get("TRITON_INTERPRET") == "1"
     if not chosen and "triton" in sys.modules:
-        raise SpecError("triton is imported already: call interpreter.load() first, or set TRITON_INTERPRET=1")
+        raise SpecError("triton is imported already, maybe by torch: set TRITON_INTERPRET=1 in the environment")
     os.environ["TRITON_INTERPRET"] = "1"
     _patch_the_language_once()
 
 
 @contextmanager
 def on(device_type: str) -> Iterator[None]:
-    """Use the Triton kernels on devices of this type, and not those of Numba."""
+    """Use the Triton kernels on devices of this type; on the CPU, instead of those of Numba."""
     from gradwire.kernels.triton import LAUNCHERS
 
     before = kernels.TRITON_DEVICES, kernels._numba
     LAUNCHERS[device_type] = _start_alone if device_type == "cpu" else _enqueue
-    kernels.TRITON_DEVICES, kernels._numba = kernels.TRITON_DEVICES | {device_type}, None
+    kernels.TRITON_DEVICES = kernels.TRITON_DEVICES | {device_type}
+    if device_type == "cpu":
+        kernels._numba = None
     try:
         yield
     finally:
@@ -71,7 +72,6 @@ def _enqueue(start: Callable[..., None], tensors: tuple[Tensor, ...]) -> None:
 
 def _patch_the_language_once() -> None:
     """The interpreter patches the language at each call of each function, which takes nine tenths of its time."""
-    import triton.language as tl
     from triton.runtime import interpreter
 
     patch, patched = interpreter._patch_lang, set()
@@ -79,10 +79,9 @@ def _patch_the_language_once() -> None:
         return
 
     def patch_once(function: Any) -> Any:
-        modules = [value for value in function.__globals__.values() if inspect.ismodule(value)]
-        names = tuple(module.__name__ for module in modules if module in (tl, tl.core))
-        if names not in patched:
-            patched.add(names)
+        module = function.__module__
+        if module not in patched:
+            patched.add(module)
             patch(function)
         return _Lasting()
 
