@@ -19,6 +19,7 @@ from .kit import on_device, same_bits, sgd, step, torch_kernels, trained, weight
 FEEDBACK = "int8:feedback=true,exempt=none"
 MODES = ("exact", FEEDBACK)
 POWER_SGD = "powersgd:rank=1,min_compression=0.5"
+RANK_2 = "powersgd:rank=2,batched=true,wire=int8,min_compression=0.5"
 
 
 def kept(hook: gradwire.Hook) -> dict[str, Tensor]:
@@ -224,7 +225,7 @@ def test_diloco_in_fragments_with_a_delay(ranks: Ranks) -> None:
 # -- PowerSGD --------------------------------------------------------------------------------------------------------
 
 
-@on_device(1, 2, 3, 4, specs=(POWER_SGD, "powersgd:rank=2,batched=true,wire=int8,min_compression=0.5"))
+@on_device(1, 2, 3, 4, specs=(POWER_SGD, RANK_2))
 def test_powersgd_has_the_bits_of_the_same_kernels_on_the_cpu(ranks: Ranks) -> None:
     with torch_kernels():
         same_bits(ranks, lambda place: trained(ranks, place))

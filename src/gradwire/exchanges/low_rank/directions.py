@@ -34,8 +34,9 @@ class Directions(NamedTuple):
         gone = (q == 0).all(2, keepdim=True)
         if like.device.type != "cpu" or gone.any():  # reading `gone` would synchronise an accelerator
             fresh = torch.stack([self.random(bucket.step, name, group, like) for name in group.names])
-            q = torch.where(gone, fresh, q)
-            kernel.orthonormalize_(q)
+            replaced = torch.where(gone, fresh, q)
+            kernel.orthonormalize_(replaced)
+            q = torch.where(gone.any(), replaced, q)  # a second time changes the last bits, so only where the CPU does
         return q
 
     def keep(self, bucket: Bucket, group: Matrices, q_BRN: Tensor) -> None:
