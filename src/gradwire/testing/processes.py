@@ -211,7 +211,9 @@ def _outcome(message: bytes, rank: int, size: int, store: Store) -> bytes:
         own, limit = PrefixStore(f"call {call.number}", store), timedelta(seconds=call.timeout_s)
         if call.test_device:
             device.load()
-        dist.init_process_group(device.GROUP if call.test_device else "gloo", store=own, rank=rank, world_size=size, timeout=limit)
+        dist.init_process_group(
+            device.GROUP if call.test_device else "gloo", store=own, rank=rank, world_size=size, timeout=limit
+        )
         with warnings.catch_warnings():
             return pickle.dumps((True, call.function(rank, size, *call.args)))
     except BaseException:

@@ -101,7 +101,7 @@ def assert_same_messages(codec, split, messages):
 @pytest.mark.parametrize("spec", VARIANTS)
 @pytest.mark.parametrize("shots", [1, SIZE], ids=["one-shot", "two-shot"])
 def test_messages(spec, shots, both):
-    """One-shot for 16-bit gradients, of which float32 holds the sum, and two-shot with feedback for those of float32."""
+    """One-shot for 16-bit gradients, which float32 holds the sum of; two-shot with feedback for those of float32."""
     codec, turn, residual = build("codec", spec, CODECS), VARIANTS.index(spec), shots > 1
     dtype = torch.float32 if residual else (torch.bfloat16, torch.float16)[turn % 2]
     flats, runs = message(codec, turn + shots, dtype)
