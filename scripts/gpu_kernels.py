@@ -106,7 +106,7 @@ def _batch(codec: Any) -> Any:
 # -- compiling -------------------------------------------------------------------------------------------------------
 
 
-def compiled(kernel: Kernel, target: str) -> Facts:
+def compiled(kernel: Kernel, target: str, fused: bool = False) -> Facts:
     """Compile a kernel as `gradwire.kernels.triton.launch` would on such a GPU, and read the result."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -119,7 +119,7 @@ def compiled(kernel: Kernel, target: str) -> Facts:
     signature = {name: _type(name, kernel, constants) for name in function.arg_names}
     pointers = [i for i, kind in enumerate(signature.values()) if kind.startswith("*")]
     source = ASTSource(function, signature, constants, {(i,): [["tt.divisibility", 16]] for i in pointers})
-    options = {"num_warps": coding.warps, "enable_fp_fusion": False}
+    options = {"num_warps": coding.warps, "enable_fp_fusion": fused}
     made = triton.compile(source, target=GPUTarget(*TARGETS[target]), options=options)
     return _amd_facts(made) if target.startswith("gfx") else _nvidia_facts(made)
 
@@ -164,7 +164,7 @@ def _resource_usage(cubin: bytes) -> dict[str, int]:
 
 
 def _amd_facts(made: Any) -> Facts:
-    asm, llvm = made.asm["amdgcn"], made.asm["llir"]
+    asm = made.asm["amdgcn"]
     numbers = dict(
         re.findall(r"\.(vgpr_count|vgpr_spill_count|sgpr_spill_count|private_segment_fixed_size):\s+(\d+)", asm)
     )
@@ -177,9 +177,14 @@ def _amd_facts(made: Any) -> Facts:
         vector_loads=len(re.findall(r"(?:buffer|global)_load_dwordx4", asm)),
         vector_stores=len(re.findall(r"(?:buffer|global)_store_dwordx4", asm)),
         byte_stores=len(re.findall(r"(?:buffer|global)_store_byte", asm)),
-        # The instructions of a division are multiply-adds too, so this looks at what they were made of.
-        contracted=len(re.findall(r"llvm\.fma|fmuladd|= f(?:mul|add|sub)\b[^\n]*\b(?:contract|fast)\b", llvm)),
+        contracted=len(re.findall(r"\bv_(?:pk_)?(?:fma|fmac|fmamk|fmaak|mac|mad)_f32", asm))
+        - _amd_own_multiply_adds(asm),
     )
+
+
+def _amd_own_multiply_adds(asm: str) -> int:
+    """Those that make up the divisions and square roots, which AMD has no instruction for: five and two each."""
+    return 5 * len(re.findall(r"\bv_div_fmas_f32", asm)) + 2 * len(re.findall(r"\bv_sqrt_f32", asm))
 
 
 def all_facts(jobs: int) -> Iterator[tuple[Kernel, str, Facts]]:

@@ -309,6 +309,7 @@ OTHERS = {
     "fairness": [0.5, 0.25, 1.0],
     "feedback": [True, False],
     "hadamard": [0, 64, 256],
+    "residual": ["fp32", "int8"],
     "ratio": [0.01, 0.001, 1e-05, 0.3, 1.0],
     "rounding": ["nearest", "stochastic"],
     "seed": [0, 5, -3, 2**40],
@@ -318,6 +319,7 @@ IMPOSSIBLE = {
     ("int6", "codebook", "lloyd"),
     ("int2", "codebook", "trained"),
     *((name, "accumulate", "wire") for name in CODECS if name not in ("fp16", "bf16")),
+    *((name, "residual", "int8") for name in CODECS if not CODECS[name].needs_feedback),
     *((name, "allocate", True) for name in CODECS if name not in ("int6", "int5", "int4", "int3", "int2")),
 }
 ONE_OPTION = [

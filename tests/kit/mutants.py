@@ -77,6 +77,7 @@ class Mutant(Exchange):
         self.inner.warm_up(device)
 
     averages = property(lambda self: self.inner.averages)
+    packs_residual = property(lambda self: self.inner.packs_residual)
     lanes = property(lambda self: self.inner.lanes + 1)
     takes_residual = property(lambda self: self.inner.takes_residual)
     align = property(lambda self: self.inner.align)

@@ -6,8 +6,7 @@ One-shot has a single part, two-shot one part per rank. A block of a codec never
 that are exempt from coding travel in the same message in float32.
 """
 
-import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -77,17 +76,17 @@ def joined(runs: Sequence[Run], codec: Codec) -> tuple[Run, ...]:
     return tuple(_side_by_side(shortest, codec))
 
 
-def _side_by_side(runs: Iterable[Run], codec: Codec) -> Iterator[Run]:
+def _side_by_side(runs: Iterable[Run], codec: Codec) -> list[Run]:
     """Join neighbours of the same kind, unless each has blocks of its own."""
-
-    def kind(run: Run) -> tuple[bool, bool]:
-        return run.exempt, run.exempt or codec.align == 1 or run.numel < codec.align
-
-    for (exempt, joins), alike in itertools.groupby(runs, kind):
-        if joins:
-            yield Run(sum(run.numel for run in alike), exempt)
+    found, before = list[Run](), (False, False)
+    for run in runs:
+        kind = run.exempt, run.exempt or codec.align == 1 or run.numel < codec.align
+        if found and kind == before and kind[1]:
+            found[-1] = Run(found[-1].numel + run.numel, run.exempt)
         else:
-            yield from alike
+            found.append(run)
+        before = kind
+    return found
 
 
 def _plan(runs: tuple[Run, ...], parts: int, codec: Codec) -> WirePlan:

@@ -151,14 +151,17 @@ def encode_largest(x, wire, at, tile, numel, C: tl.constexpr):
         threshold = tl.where(enough, candidate, threshold)
     above, equal = size > threshold[:, None], size == threshold[:, None]
     missing = C.kept - tl.sum(above.to(tl.int32), 1)
-    chosen = above | (equal & (tl.cumsum(equal.to(tl.int32), 1) <= missing[:, None]))
+    so_far = tl.cumsum(above.to(tl.int32) + (equal.to(tl.int32) << 16), 1)  # two sums at a time
+    equals = so_far >> 16
+    chosen = above | (equal & (equals <= missing[:, None]))
     count = tl.cdiv(numel, C.block)
-    to = row[:, None] * C.kept + tl.cumsum(chosen.to(tl.int32), 1) - 1
+    first = at + 2 * tile * (C.rows * C.kept)
+    to = tl.arange(0, C.rows)[:, None] * C.kept + (so_far & 0xFFFF) + tl.minimum(equals, missing[:, None]) - 1
     mask = chosen & (row < count)[:, None]
     place = tl.broadcast_to(tl.arange(0, C.block)[None, :], [C.rows, C.block])
     rounded = bf16_of(x)
-    tl.store(typed(wire, at, tl.int16) + to, place.to(tl.int16), mask=mask)
-    tl.store(typed(wire, at + 2 * count * C.kept, tl.uint16) + to, rounded, mask=mask)
+    tl.store(typed(wire, first, tl.int16) + to, place.to(tl.int16), mask=mask)
+    tl.store(typed(wire, first + 2 * count * C.kept, tl.uint16) + to, rounded, mask=mask)
     return tl.where(chosen, from_bf16(rounded), 0.0)
 
 

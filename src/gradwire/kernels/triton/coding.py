@@ -46,7 +46,7 @@ class Coding(NamedTuple):
     @property
     def warps(self) -> int:
         """16 values per thread of a warp of 32, or 8 where a value takes several registers."""
-        return max(1, self.values // (256 if self.kind == LEVELS.value else 512))
+        return max(1, self.values // (256 if self.kind in (LEVELS.value, TOPK.value) else 512))
 
 
 def in_blocks(kind: tl.constexpr, block: int, *, stochastic: bool = False, kept: int = 0) -> Coding:
