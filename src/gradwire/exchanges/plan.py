@@ -78,7 +78,8 @@ def joined(runs: Sequence[Run], codec: Codec) -> tuple[Run, ...]:
 
 def _side_by_side(runs: Iterable[Run], codec: Codec) -> list[Run]:
     """Join neighbours of the same kind, unless each has blocks of its own."""
-    found, before = list[Run](), (False, False)
+    found: list[Run] = []
+    before = False, False
     for run in runs:
         kind = run.exempt, run.exempt or codec.align == 1 or run.numel < codec.align
         if found and kind == before and kind[1]:
