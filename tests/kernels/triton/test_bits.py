@@ -100,10 +100,14 @@ def assert_same_messages(codec, split, messages):
 
 @pytest.mark.parametrize("spec", VARIANTS)
 @pytest.mark.parametrize("shots", [1, SIZE], ids=["one-shot", "two-shot"])
-def test_messages(spec, shots, both):
-    """One-shot for 16-bit gradients, which are added up in float32; two-shot with feedback for those of float32."""
-    codec, turn, residual = build("codec", spec, CODECS), VARIANTS.index(spec), shots > 1
-    dtype = torch.float32 if residual else (torch.bfloat16, torch.float16)[turn % 2]
+@pytest.mark.parametrize(
+    ("dtype", "residual"),
+    [(torch.float32, False), (torch.float32, True), (torch.bfloat16, False), (torch.float16, False)],
+    ids=["fp32", "fp32 with feedback", "bf16", "fp16"],
+)
+def test_messages(spec, shots, dtype, residual, both):
+    """With feedback, 16-bit gradients are worked on in float32."""
+    codec, turn = build("codec", spec, CODECS), VARIANTS.index(spec)
     flats, runs = message(codec, turn + shots, dtype)
     split = plan(runs, shots, codec)
     (sent, mean, left), (wanted, wanted_mean, wanted_left) = both(lambda: exchanged(codec, flats, split, residual))
