@@ -147,10 +147,12 @@ class Unit:
         FSDP2 makes the sharded gradients views of it. It reads the values at once where it converts or divides them,
         adds them to gradients that are there already, copies them to another device, or calls hooks of the user.
         """
-        if op == dist.ReduceOp.SUM or dtype != self.group._orig_dtype or self.group._all_reduce_hook is not None:
+        if op == dist.ReduceOp.SUM or self.group._all_reduce_hook is not None:
             return False
         chosen = [param for name, param in zip(self.names, self.params, strict=True) if name in set(names)]
-        return all(param.sharded_param.grad is None and not _has_hooks(param) for param in chosen)
+        return all(
+            param.orig_dtype == dtype and param.sharded_param.grad is None and not _has_hooks(param) for param in chosen
+        )
 
     def before_reduction(self, call: Callable[[], None]) -> Callable[[], None]:
         """Call `call` whenever the unit's backward pass has ended, before it reduces; the result undoes it."""
