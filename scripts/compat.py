@@ -67,7 +67,7 @@ def pip(python: Path, *what: str) -> None:
 
 def run_tests(version: str, python: Path, tests: list[str]) -> str:
     """Run pytest, with its output on the screen and in .compat/<version>.txt, and return the summary."""
-    parallel = ["-n", "6", "--dist", "worksteal"]  # as in `make test`
+    parallel = ["-n", "4", "--dist", "worksteal"]  # as in `make test`
     command = [str(python), "-m", "pytest", "-q", *parallel, "-p", "no:cacheprovider", "-m", MARKED, *tests]
     path = ENVIRONMENTS / f"{version}.txt"
     environ = {**os.environ, "PYTHONPATH": str(ROOT / "src")}

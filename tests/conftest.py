@@ -15,6 +15,11 @@ multiprocessing.set_forkserver_preload(["gradwire.testing.preload", "tests.kit.t
 forkserver.ensure_running()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that take long begin first, so that no worker is left with one of them at the end."""
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _pools() -> Iterator[None]:
     """No rank outlives the session."""

@@ -132,6 +132,7 @@ def test_ctrl_c_while_torch_loads_ends_without_a_traceback():
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.long
 def test_a_short_demo_measures_trains_and_writes_a_page(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     assert main(["demo", "--steps", "4", "--hooks", "int8", "--link", "10gbit", "--json"]) == 0

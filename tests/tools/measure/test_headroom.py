@@ -275,6 +275,7 @@ if dist.get_rank() == 0:
 """
 
 
+@pytest.mark.long
 def test_a_script_is_timed_and_trains_to_its_end(tmp_path, capfd):
     path = tmp_path / "train.py"
     path.write_text(SCRIPT)
