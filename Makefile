@@ -4,6 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 COMPILED := .venv/.compiled
+TRITON := .triton/.ready
 TORCH ?= 2.15.0
 # Tests mostly wait for connections and for new processes, so four at a time use two cores well.
 PARALLEL ?= -n 4 --dist worksteal
@@ -40,6 +41,10 @@ $(COMPILED): $(READY) $(wildcard src/gradwire/kernels/numba/*.py)
 	$(BIN)/python -m tests.kit.kernels
 	touch $(COMPILED)
 
+$(TRITON): $(READY) requirements-triton.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --no-deps --target .triton -r requirements-triton.txt
+	touch $(TRITON)
+
 demo: setup
 	$(BIN)/gradwire demo
 
@@ -50,12 +55,12 @@ test-all: test triton device test-rest
 
 # Streams, events and collectives of an accelerator, on the CPU. A test on it computes; it hardly ever waits.
 # A process of its own: the interpreter is chosen when triton is imported.
-triton: setup
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m triton tests/kernels/triton
+triton: setup $(TRITON)
+	PYTHONPATH=$(CURDIR)/.triton TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m triton tests/kernels/triton
 
-device: setup
+device: setup $(TRITON)
 	$(BIN)/python -c "from gradwire.testing.device import build; build.ensure()"
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m device tests/device
+	PYTHONPATH=$(CURDIR)/.triton TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m device tests/device
 
 test-rest: thorough browser smoke
 
@@ -100,5 +105,5 @@ docs: setup
 	$(BIN)/python -m mkdocs build --strict
 
 clean:
-	rm -rf .venv site build dist .mypy_cache .ruff_cache .pytest_cache .benchmarks src/*.egg-info
+	rm -rf .venv .triton site build dist .mypy_cache .ruff_cache .pytest_cache .benchmarks src/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
