@@ -217,6 +217,7 @@ def test_ranks_leave_when_all_have_returned(pool, tmp_path):
 
 
 def destroy_the_world(rank, size):
+    dist.barrier()  # another rank may still be connecting
     dist.destroy_process_group()
 
 
