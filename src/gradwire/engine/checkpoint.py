@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gradwire.errors import StateError
-from gradwire.exchanges.bucket import Memory
+from gradwire.exchanges.bucket import Memory, numel_of
 
 log = logging.getLogger("gradwire")
 
@@ -39,11 +39,6 @@ def copy_of(memory: Mapping[str, Mapping[str, Tensor]], device: torch.device | N
         name: {key: value.detach().clone().to(device or value.device) for key, value in kept.items()}
         for name, kept in memory.items()
     }
-
-
-def numel_of(param: Tensor) -> int:
-    """How many values the residual of a parameter has: complex numbers travel as pairs of real ones."""
-    return param.numel() * (2 if param.is_complex() else 1)
 
 
 def merged(residuals: Mapping[str, Tensor], params: Iterable[tuple[str, Tensor]], sum_: Summer) -> dict[str, Tensor]:

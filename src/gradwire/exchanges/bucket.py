@@ -124,12 +124,14 @@ def make_bucket(grads: Sequence[Tensor], names: Sequence[str] | None = None, ind
     return Bucket(index, flat, segments_of(grads, names), is_last=True)
 
 
+def numel_of(param: Tensor) -> int:
+    """How many values a parameter has in a bucket: complex numbers travel as pairs of real ones."""
+    return param.numel() * (2 if param.is_complex() else 1)
+
+
 def segments_of(params: Sequence[Tensor], names: Sequence[str]) -> tuple[Segment, ...]:
     """One whole segment per parameter, in order."""
-    return tuple(
-        Segment(name, param, 0, param.numel() * (2 if param.is_complex() else 1))
-        for name, param in zip(names, params, strict=True)
-    )
+    return tuple(Segment(name, param, 0, numel_of(param)) for name, param in zip(names, params, strict=True))
 
 
 def _memory_order(tensor: Tensor) -> Tensor:
