@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 import netns
-from gradwire.engine.verify import fingerprint
+from gradwire.engine.fingerprint import fingerprint
 
 OURS = (
     "exact",

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire import Hook, StateError
+from gradwire.engine.fingerprint import sealed
 
 from ..kit import models
 from ..kit.models import batch, seeded
@@ -224,7 +225,7 @@ def test_merging_residuals_that_one_rank_alone_keeps(ranks: Ranks) -> None:
     state = trial.hook.state_dict()
     if ranks.rank == 1:
         state["residuals"] = {}
-    trial.hook.load_state_dict(state)
+    trial.hook.load_state_dict(sealed(state))
     merged = trial.hook.state_dict(merged=True)["residuals"]
     own = trial.hook.state_dict()["residuals"] if ranks.rank == 0 else merged
     assert merged.keys() == own.keys() != set()
@@ -237,7 +238,7 @@ def test_inf_in_a_state_is_refused_and_heals_at_run_time(ranks: Ranks) -> None:
     state = trial.hook.state_dict()
     name, kept = next(iter(state["residuals"].items()))
     broken = {**state, "residuals": {**state["residuals"], name: torch.full_like(kept, float("nan"))}}
-    assert f"inf or NaN in the residuals of {name}" in refuses(trial.hook, broken)
+    assert f"inf or NaN in the residuals of {name}" in refuses(trial.hook, sealed(broken))
     assert "step is a whole number" in refuses(trial.hook, {**state, "step": True})
     trial.hook.scale_state(3e38)  # overflows
     assert all(torch.isfinite(value).all() for value in residuals(trial.hook).values())

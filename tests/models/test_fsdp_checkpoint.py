@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import gradwire
 from gradwire import StateError
+from gradwire.engine.fingerprint import sealed
 
 from ..kit import models
 from ..kit.models import seeded
@@ -140,6 +141,8 @@ def test_states_of_another_model_are_refused(ranks: Ranks) -> None:
     _, hook, _ = build(ranks, SPECS[0])
     state = hook.state_dict()
     wrong = {**state, "residuals": {"other": torch.zeros(3)}}
-    assert "another model" in raised(StateError, lambda: hook.load_state_dict(wrong))
+    assert "another model" in raised(StateError, lambda: hook.load_state_dict(sealed(wrong)))
     assert "missing" in raised(StateError, lambda: hook.load_state_dict({"step": 1}))
-    assert "load each rank's own state" in raised(StateError, lambda: hook.load_state_dict({**state, "size": 3}))
+    assert "load each rank's own state" in raised(
+        StateError, lambda: hook.load_state_dict(sealed({**state, "size": 3}))
+    )

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from gradwire.engine.verify import fingerprint
+from gradwire.engine.fingerprint import fingerprint
 from gradwire.errors import RegisterError, SpecError, StateError
 from gradwire.optim import LocalSGD, PeriodicModelAverager, PostLocalSGDOptimizer
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from gradwire.engine.verify import fingerprint
+from gradwire.engine.fingerprint import fingerprint
 from gradwire.errors import ExchangeError
 from gradwire.exchanges import Exact
 from gradwire.optim import DiLoCo, LocalSGD

@@ -5,6 +5,7 @@ import io
 import pytest
 import torch
 
+from gradwire.engine.fingerprint import sealed
 from gradwire.errors import RegisterError
 from gradwire.optim import DiLoCo, LocalSGD
 
@@ -96,7 +97,7 @@ def test_checkpoints_of_different_steps_are_refused():
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         rounds = LocalSGD(model, optimizer, sync_every=3, process_group=group)
         state = rounds.state_dict()
-        rounds.load_state_dict({**state, "steps": rank.rank})
+        rounds.load_state_dict(sealed({**state, "steps": rank.rank}))
         with pytest.raises(RegisterError, match="same step of a checkpoint, got rank 0 '0', rank 1 '1'"), rounds:
             pass
 

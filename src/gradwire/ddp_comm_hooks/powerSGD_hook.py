@@ -19,6 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from gradwire._torch import GradBucket
 from gradwire.ddp_comm_hooks._group import Log, check_bucket, group_or_world, pickled_group, usable_group
 from gradwire.engine.checkpoint import MERGED
+from gradwire.engine.fingerprint import sealed
 from gradwire.engine.hook import Hook
 from gradwire.errors import SpecError
 from gradwire.exchanges import LowRank
@@ -121,7 +122,7 @@ class PowerSGDState:
         if self.hook is not None:
             self.hook.steps = step
         elif self._saved:
-            self._saved = {**self._saved, "step": step}
+            self._saved = sealed({**self._saved, "step": step})
 
     @property
     def error_dict(self) -> Mapping[str, Tensor]:
@@ -222,7 +223,7 @@ class PowerSGDState:
                 saved["rank"],
                 hook.rank,
             )
-            saved = {**saved, "residuals": {}}
+            saved = sealed({**saved, "residuals": {}})
         hook.load_state_dict(saved)
         self._saved = {}
 

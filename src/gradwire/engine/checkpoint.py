@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradwire.engine.fingerprint import CHECKSUM, DAMAGED, check_seal, sealed
 from gradwire.errors import StateError
 from gradwire.exchanges.bucket import Memory, numel_of
 
@@ -19,8 +20,8 @@ log = logging.getLogger("gradwire")
 Summer = Callable[[Tensor], Tensor]
 """Sums a tensor on the CPU over the ranks. All ranks together."""
 
-VERSION = 1
-DAMAGED = "the checkpoint is damaged"
+VERSION = 2
+"""Version 1 had no checksum. It can be loaded for ever: see tests/golden."""
 MERGED = -1
 """The `rank` of a state that holds the sum over all ranks."""
 
@@ -30,7 +31,7 @@ def pack(
 ) -> dict[str, Any]:
     """The state of one rank, or of all (`rank` is MERGED). `memory` is the same on all ranks."""
     state = {"version": VERSION, "hook": hook, "step": step, "rank": rank, "size": size, "residuals": residuals}
-    return {**state, "memory": copy_of(memory or {}, None)}
+    return sealed({**state, "memory": copy_of(memory or {}, None)})
 
 
 def copy_of(memory: Mapping[str, Mapping[str, Tensor]], device: torch.device | None) -> Memory:
@@ -111,13 +112,20 @@ def _check_form(states: Sequence[Mapping[str, Any]]) -> None:
     for state in states:
         if not isinstance(state, Mapping):
             raise StateError(f"a state is what Hook.state_dict() returned, or a list of such; got {state!r}")
-        missing = {"version", "step", "rank", "size", "residuals", "memory"} - state.keys()
-        if missing or state["version"] != VERSION:
-            raise StateError(
-                f"not a state of gradwire.Hook version {VERSION} (missing: {', '.join(sorted(missing)) or 'nothing'}; "
-                f"version: {state.get('version')})"
-            )
+        check_version("gradwire.Hook", state, {"step", "rank", "size", "residuals", "memory"})
         _check_values(state)
+        check_seal(state)
+
+
+def check_version(what: str, state: Mapping[str, Any], keys: set[str]) -> None:
+    """Raise StateError unless the state has these keys and a version that can be read."""
+    version = state.get("version")
+    missing = ({*keys, CHECKSUM} if version == VERSION else keys) - state.keys()
+    if missing or isinstance(version, bool) or version not in (1, VERSION):
+        raise StateError(
+            f"not a state of {what} version 1 to {VERSION} (missing: {', '.join(sorted(missing)) or 'nothing'}; "
+            f"version: {version!r})"
+        )
 
 
 def _check_values(state: Mapping[str, Any]) -> None:

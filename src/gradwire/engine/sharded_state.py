@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gradwire.engine import checkpoint
+from gradwire.engine.fingerprint import sealed
 from gradwire.engine.hook import Hook
 from gradwire.errors import StateError
 from gradwire.exchanges.base import Exchange
@@ -58,7 +59,9 @@ def pack(hook: Sharded, residuals: dict[str, Tensor], merged: bool) -> dict[str,
         residuals = _merged(hook, residuals)
     rank, size = place(hook)
     state = checkpoint.pack(str(hook.exchange), hook.steps, checkpoint.MERGED if merged else rank, size, residuals)
-    return state if hook.replicas is None else {**state, "replicas": _pack_replicas(hook, hook.replicas, merged)}
+    if hook.replicas is None:
+        return state
+    return sealed({**state, "replicas": _pack_replicas(hook, hook.replicas, merged)})
 
 
 def _merged(hook: Sharded, residuals: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -74,9 +77,9 @@ def _pack_replicas(hook: Sharded, replicas: Hook, merged: bool) -> dict[str, Any
             if shard.param.requires_grad:
                 state["residuals"].setdefault(name, torch.zeros(shard.padded.numel(), device=hook.device))
     if not merged:
-        return state
+        return sealed(state)
     whole = {name: _whole(hook.shards[name], part, hook.rank, hook.size) for name, part in state["residuals"].items()}
-    return {**state, "rank": checkpoint.MERGED, "residuals": _merged(hook, whole), "memory": {}}
+    return sealed({**state, "rank": checkpoint.MERGED, "residuals": _merged(hook, whole), "memory": {}})
 
 
 def _whole(shard: Shard, part: Tensor, rank: int, size: int) -> Tensor:

@@ -8,6 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from gradwire.engine.drift import different
+from gradwire.engine.fingerprint import fingerprint
 from gradwire.errors import VerifyError
 from gradwire.exchanges.base import Exchange
 from gradwire.exchanges.bucket import Bucket, Memory, Segment, cut
@@ -75,14 +77,14 @@ def verify(hook: Verifiable, params: Sequence[tuple[str, Tensor]]) -> Verificati
     """Check that the hook has run, that `params` are identical, and its results, on all ranks together."""
     name, averages = str(hook.exchange), hook.exchange.averages
     steps = check_fired(hook)
-    different = _different(hook, params)
-    if different and averages:
+    differing = different(hook.gather, params)
+    if differing and averages:
         raise VerifyError(
-            f"{name}: ranks hold different values in {len(different)} parameters, first {different[0]!r}. Something "
+            f"{name}: ranks hold different values in {len(differing)} parameters, first {differing[0]!r}. Something "
             "besides the hook changes them (a step on some ranks only, say), or they differed before registration"
         )
     if not averages:
-        return Verification(name, steps, not different, None, None)
+        return Verification(name, steps, not differing, None, None)
     if hook.size == 1:
         return Verification(name, steps, True, 0.0, 0.0)
     layouts = [(i, segments) for i, segments in hook.layouts.items() if sum(segment.numel for segment in segments)]
@@ -111,27 +113,6 @@ def check_fired(hook: Verifiable) -> int:
     if len(set(counts)) > 1:
         raise VerifyError(f"{hook.exchange}: ranks have averaged different numbers of steps: {counts}")
     return int(counts[0])
-
-
-def _different(hook: Verifiable, params: Sequence[tuple[str, Tensor]]) -> list[str]:
-    if not params:
-        return []
-    prints = torch.stack([fingerprint(param) for _, param in params])
-    everyone = hook.gather(prints)
-    differs = (everyone != everyone[0]).any(0).tolist()
-    return [name for (name, _), differ in zip(params, differs, strict=True) if differ]
-
-
-def fingerprint(tensor: Tensor) -> Tensor:
-    """A 64-bit sum over the tensor's bits that depends on their order."""
-    values = tensor.detach().contiguous().view(-1)
-    real = torch.view_as_real(values).view(-1) if values.is_complex() else values
-    bits = real.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[real.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for part in bits.split(1 << 20):
-        place = torch.arange(1, part.numel() + 1, device=tensor.device) * 0x9E3779B97F4A7C1 + 1
-        total = total * 31 + ((part.to(torch.int64) + 1) * place).sum()
-    return total
 
 
 @dataclass(frozen=True, slots=True)

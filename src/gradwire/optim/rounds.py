@@ -12,14 +12,15 @@ from typing import Any
 from torch import Tensor
 from torch.futures import Future
 
+from gradwire.engine.checkpoint import VERSION, check_version
+from gradwire.engine.fingerprint import check_seal, fingerprint, sealed
 from gradwire.engine.hook import Hook
-from gradwire.engine.verify import fingerprint
 from gradwire.errors import StateError
 from gradwire.optim.fragments import Fragment, wait_for
 
-VERSION = 1
-
 State = Mapping[str, Any]
+KEYS = {"schedule", "steps", "last_sent", "sent_at", "values", "outer", "transfers", "exchange"}
+"""What a state holds, besides its version and checksum."""
 
 
 @dataclass(slots=True, eq=False)
@@ -80,7 +81,7 @@ class Rounds:
         """The state. Transfers in flight are complete in it, and are applied at their step."""
         for transfer in self.transfers:
             self._wait(transfer)
-        return {
+        state = {
             "version": VERSION,
             "schedule": str(self),
             "steps": self.steps,
@@ -91,6 +92,7 @@ class Rounds:
             "transfers": [_pack_transfer(transfer) for transfer in self.transfers],
             "exchange": self.hook.state_dict(merged=merged),
         }
+        return sealed(state)
 
     def _load(self, states: Sequence[State]) -> None:
         """Load a state. A state that is refused changes nothing."""
@@ -126,7 +128,8 @@ class Rounds:
     def _load_hook(self, states: Sequence[State], last_sent: int) -> None:
         """The hook counts a round when the index of the fragments stops rising, so it must see the last one again."""
         seen = last_sent >= 0
-        self.hook.load_state_dict([{**state["exchange"], "step": state["exchange"]["step"] - seen} for state in states])
+        parts = [state["exchange"] for state in states]
+        self.hook.load_state_dict([sealed({**part, "step": part["step"] - seen}) for part in parts])
         if seen:
             self.hook.begin(self.fragments[last_sent].bucket(self.globals[last_sent]))
             self.hook.reset_stats()
@@ -170,7 +173,7 @@ def _check_form(states: Sequence[State]) -> None:
     if not states:
         raise StateError("no state given: pass what state_dict() returned, or a list of such")
     for state in states:
-        if state.get("version") != VERSION or "transfers" not in state:
-            raise StateError(
-                f"not a state of local training, version {VERSION}: it holds {', '.join(state) or 'nothing'}"
-            )
+        if not isinstance(state, Mapping):
+            raise StateError(f"a state is what state_dict() returned, or a list of such; got {state!r}")
+        check_version("local training", state, KEYS)
+        check_seal(state)

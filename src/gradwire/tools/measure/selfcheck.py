@@ -28,8 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import kernels
 from gradwire.engine.events import Moment, each_seconds, now
+from gradwire.engine.fingerprint import fingerprint
 from gradwire.engine.hook import Hook
-from gradwire.engine.verify import fingerprint
 from gradwire.errors import GradwireError, RegisterError, SpecError, VerifyError
 from gradwire.exchanges import EXCHANGES, Coded, Exchange, exchange
 from gradwire.exchanges.bucket import Bucket

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from gradwire.engine.fingerprint import fingerprint
 from gradwire.engine.hook import Hook
-from gradwire.engine.verify import fingerprint
 from gradwire.errors import VerifyError
 from gradwire.models.register import register
 from gradwire.tools.launch.launch import Report
