@@ -188,3 +188,44 @@ def test_bucket_of_whole_numbers_is_refused(dtype: torch.dtype) -> None:
 def test_empty_bucket_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one tensor"):
         gradwire.make_bucket([])
+
+
+class Named(nn.Module):
+    """Two layers of the same shape, whose names and types each rank chooses."""
+
+    def __init__(self, names: tuple[str, str], dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        for name in names:
+            self.add_module(name, nn.Linear(4, 4, dtype=dtype))
+
+
+@on_ranks(2)
+def test_different_models_on_ranks_are_refused(ranks: Ranks) -> None:
+    """DDP compares shapes alone: with another order it would average the gradients of different parameters."""
+    cases = {
+        "parameter number 0": [("a", "b"), ("b", "a")],
+        "got rank 0 'a.weight (4, 4) torch.float32', rank 1 'b.weight (4, 4) torch.float32'": [("a", "b"), ("b", "a")],
+        "parameter number 2": [("a", "b"), ("a", "c")],
+    }
+    for text, names in cases.items():
+        model = ranks.wrap(Named(names[ranks.rank]))
+        assert text in raised(RegisterError, lambda model=model: ranks.register(model, "int8"))
+
+
+@on_ranks(2)
+def test_different_settings_of_ddp_on_ranks_are_refused(ranks: Ranks) -> None:
+    model = ranks.wrap(Named(("a", "b")), find_unused_parameters=bool(ranks.rank))
+    text = raised(RegisterError, lambda: ranks.register(model, "int8"))
+    assert "same find_unused_parameters, got rank 0 'False', rank 1 'True'" in text
+    model = ranks.wrap(Named(("a", "b")), bucket_cap_mb=1 + ranks.rank)
+    text = raised(RegisterError, lambda: ranks.register(model, "int8"))
+    assert "rank 0 'bucket_cap_mb=1, static_graph=False', rank 1 'bucket_cap_mb=2, static_graph=False'" in text
+
+
+@on_ranks(2)
+def test_different_versions_on_ranks_are_refused(ranks: Ranks) -> None:
+    model = ranks.wrap(Named(("a", "b")))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gradwire.engine.hook.__version__", f"9.{ranks.rank}")
+        text = raised(RegisterError, lambda: ranks.register(model, "int8"))
+    assert "same version, got rank 0 'gradwire 9.0, torch" in text

@@ -1,7 +1,7 @@
 """Agreement: all ranks must request the same hook with the same options, or registration fails on all of them."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -20,10 +20,29 @@ def gather_texts(comm: Comm, text: str, device: torch.device) -> list[str]:
     return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in comm.all_gather(own).cpu()]
 
 
-def agree(run: Callable[[Callable[[Comm], None]], None], what: str, text: str, device: torch.device) -> None:
-    """Raise RegisterError unless all ranks pass the same text. `run` runs a job; all ranks call this together."""
+Run = Callable[[Callable[[Comm], None]], None]
+"""Runs a job and waits for it. All ranks together."""
+
+
+def agree(run: Run, what: str, text: str, device: torch.device) -> None:
+    """Raise RegisterError unless all ranks pass the same text. All ranks call this together."""
     texts: list[str] = []
     run(lambda comm: texts.extend(gather_texts(comm, text, device)))
     if len(set(texts)) > 1:
         listed = ", ".join(f"rank {rank} {other!r}" for rank, other in enumerate(texts))
         raise RegisterError(f"all ranks must ask for the same {what}, got {listed}")
+
+
+def agree_on_each(run: Run, what: str, texts: Sequence[str], device: torch.device) -> None:
+    """As `agree`, for a list of texts. The error is about the first one that differs."""
+    agree(run, f"number of {what}s", str(len(texts)), device)
+    own = torch.tensor([_number_of(text) for text in texts], dtype=torch.int64, device=device)
+    rows: list[torch.Tensor] = []
+    run(lambda comm: rows.append(comm.all_gather(own).cpu()))
+    differs = (rows[0] != rows[0][0]).any(0).nonzero().flatten().tolist()
+    if differs:
+        agree(run, f"{what} number {differs[0]}", texts[differs[0]], device)
+
+
+def _number_of(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)

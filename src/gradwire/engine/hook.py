@@ -12,7 +12,7 @@ from torch.futures import Future
 
 from gradwire import kernels
 from gradwire.engine import checkpoint
-from gradwire.engine.agreement import agree
+from gradwire.engine.agreement import agree, agree_on_each
 from gradwire.engine.residuals import Residuals
 from gradwire.engine.runner import Job, Runner
 from gradwire.engine.stats import Stats
@@ -23,6 +23,7 @@ from gradwire.exchanges import Exact, Exchange, exchange
 from gradwire.exchanges.base import Comm
 from gradwire.exchanges.bucket import Bucket, Memory, Segment, Steps
 from gradwire.exchanges.feedback import fed_back, withheld
+from gradwire.version import __version__
 
 Scale = Callable[[], float] | None
 """Gives a last factor for the mean, when the exchange is done."""
@@ -39,6 +40,13 @@ class Pilot(Protocol):
 
     def on_bucket(self, bucket: Bucket) -> None:
         """A bucket of local gradients has arrived."""
+
+
+class Guard(Protocol):
+    """Looks at the model when a step begins: see `gradwire.engine.drift`."""
+
+    def on_step(self) -> None:
+        """A step begins. It may raise, on all ranks together."""
 
 
 class Hook:
@@ -78,11 +86,13 @@ class Hook:
         """Called with every bucket that arrives, in the thread that runs backward, and whether it opens a step."""
         self.pilot: Pilot | None = None
         """Chooses the exchange, if the spec is `auto`."""
+        self.guard: Guard | None = None
+        """Compares the replicas every so many steps: see `drift.py`."""
         self._chunk_bytes = chunk_bytes
         self._params = params
         self.replicated = params
         """What must be the same on all ranks, for `verify`: all parameters, those without a gradient too."""
-        self._traced = traced
+        self.traced = traced
         self._unused = unused
         self._residuals = Residuals()
         self._memory: Memory = {}
@@ -104,6 +114,8 @@ class Hook:
         self.layouts[bucket.index] = bucket.segments
         if self.before_mean is not None:
             self.before_mean(bucket, first)
+        if first and self.guard is not None:
+            self.guard.on_step()
         return first
 
     def opens_step(self, bucket: Bucket) -> bool:
@@ -297,7 +309,7 @@ class Hook:
 
     def _enter(self, new: Exchange, requested: str) -> None:
         """Make sure that all ranks request the same exchange, and make its lanes."""
-        if self._traced and not new.traceable:
+        if self.traced and not new.traceable:
             raise RegisterError(
                 f"{new} keeps state between steps, which DDP's compiled reducer has no place for; set "
                 "torch._dynamo.config.optimize_ddp = 'ddp_optimizer' before building the model, or use another hook"
@@ -311,10 +323,12 @@ class Hook:
         kernels.load()
         new.warm_up(self.device)
         self.runner.open(1)
+        self.agree("version", f"gradwire {__version__}, torch {torch.__version__}")
         self.agree("hook", requested)
         if new.same_kernels:
             self.agree("kernels (numba installed, or not)", "numba" if kernels.load() else "torch")
         self.agree("chunk_bytes", str(self._chunk_bytes or "default"))
+        self.agree("find_unused_parameters", str(self._unused))
         if levels is not None:
             self.agree("ranks of a node", str(levels.node))
         self._open(new)
@@ -346,6 +360,12 @@ class Hook:
     def agree(self, what: str, text: str) -> None:
         """Raise RegisterError unless all ranks pass the same text. All ranks together."""
         agree(self.runner.run, what, text, self.device)
+
+    def agree_on_model(self, params: Iterable[tuple[str, Tensor]]) -> None:
+        """Raise RegisterError unless all ranks have the same parameters in the same order. All ranks together."""
+        if self.size > 1:
+            texts = [f"{name} {tuple(param.shape)} {param.dtype}" for name, param in params]
+            agree_on_each(self.runner.run, "parameter", texts, self.device)
 
     def _check_open(self) -> None:
         if self.closed:

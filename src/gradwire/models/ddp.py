@@ -72,6 +72,8 @@ def attach(
     try:
         if hook.size > 1:
             hook.agree("bucket_mb", "default" if bucket_mb is None else str(float(bucket_mb)))
+            hook.agree("settings of DDP", _settings(model))
+            hook.agree_on_model(replicated())
         buckets = exchange.buckets if requested is None else DEFAULT_BUCKETS
         rebucket(model, [param for _, param in params()], bucket_mb, buckets)
         model.register_comm_hook(_Carried(hook, model, group), gradwire_hook)
@@ -247,6 +249,11 @@ def make_runner(group: dist.ProcessGroup, device: torch.device) -> Runner:
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     """The backend of a group that moves tensors of `device`, in lower case."""
     return str(backend_of(group, device).name()).lower()
+
+
+def _settings(model: DistributedDataParallel) -> str:
+    """What decides into which buckets DDP cuts the gradients, and which of them it uses."""
+    return f"bucket_cap_mb={model.bucket_bytes_cap / 2**20:g}, static_graph={model.static_graph}"
 
 
 def _named_parameters(

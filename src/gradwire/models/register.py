@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire._torch.traced import uncompiled
 from gradwire.auto.pilot import Pilot
 from gradwire.auto.settings import auto
+from gradwire.engine.drift import DriftGuard, check_interval
 from gradwire.engine.hook import Hook
 from gradwire.errors import RegisterError, SpecError
 from gradwire.exchanges import Exact, Exchange, exchange
@@ -26,6 +27,7 @@ def register(
     mesh: Any = None,
     chunk_bytes: int | None = None,
     bucket_mb: float | None = None,
+    check_every: int | None = None,
     **options: object,
 ) -> Hook:
     """Communicate the gradients of a model through a hook. Call it once, on all ranks, before training.
@@ -41,6 +43,8 @@ def register(
         chunk_bytes: How many bytes of gradient travel at a time. The default suits nearly all models.
         bucket_mb: For DDP: the size of the buckets that it fills, in MiB. By default a CPU model that was built without
             a `bucket_cap_mb` gets smaller buckets than DDP's 25 MB, so that more of the communication is hidden.
+        check_every: For DDP: every so many steps, compare the parameters of all ranks, and raise VerifyError with the
+            name of the first one that differs.
         options: Options of the spec as keywords.
 
     Returns:
@@ -58,11 +62,14 @@ def register(
         >>> hook = gradwire.register(model, "int8", gather="bf16")
     """
     check_chunk_bytes(chunk_bytes)
+    if check_every is not None:
+        check_interval(check_every)
     plain = uncompiled(model)
     if isinstance(plain, DistributedDataParallel) or not is_sharded(plain):
         _refuse("a model without fully_shard", gather=gather, replicas=replicas, mesh=mesh)
-        return _register_ddp(model, spec, chunk_bytes, bucket_mb, **options)
-    _refuse("a model with fully_shard", bucket_mb=bucket_mb)
+        hook = _register_ddp(model, spec, chunk_bytes, bucket_mb, **options)
+        return hook if check_every is None else _guarded(hook, check_every)
+    _refuse("a model with fully_shard", bucket_mb=bucket_mb, check_every=check_every)
     if auto(spec, **options) is not None:
         raise RegisterError("auto chooses among the hooks of a DDP model; with fully_shard name one, such as 'int8'")
     return attach_sharded(
@@ -133,6 +140,21 @@ def _register_ddp(
         hook.pilot = Pilot(hook, settings) if hook.size > 1 else None
         return hook
     return attach(model, exchange(spec, **options), chunk_bytes=chunk_bytes, bucket_mb=bucket_mb)
+
+
+def _guarded(hook: Hook, check_every: int) -> Hook:
+    """The hook, with a drift guard."""
+    try:
+        if hook.traced or not hook.exchange.averages:
+            why = "DDP's compiled reducer hides the steps" if hook.traced else "the ranks differ on purpose"
+            raise RegisterError(f"check_every does not go with {hook.exchange} here: {why}; leave it out")
+        if hook.size > 1:
+            hook.agree("check_every", str(check_every))
+            hook.guard = DriftGuard(hook, check_every)
+    except BaseException:
+        hook.close()
+        raise
+    return hook
 
 
 def _refuse(what: str, **given: object) -> None:
