@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire
 
-EXIT_CODES = {"nothing": 0, "destroy": 0, "in flight": 0, "raise": 5}
+EXIT_CODES = {"nothing": 0, "destroy": 0, "in flight": 0, "raise": 5, "err": 1, "go on": 0}
 
 
 def main(rank: int, size: int, store: str, ending: str) -> None:
@@ -24,6 +24,13 @@ def main(rank: int, size: int, store: str, ending: str) -> None:
         dist.destroy_process_group()
     if ending == "raise":
         raise SystemExit(EXIT_CODES[ending])
+    if ending == "err":
+        raise ValueError("my own mistake")
+    if ending == "go on":
+        try:
+            model(torch.ones(2, 64)).sum().backward()
+        except RuntimeError as error:
+            print(error)
     if ending == "in flight":  # and no rank waits for it or takes part
         hook.mean(gradwire.make_bucket([torch.ones(1 << 20)]))
 

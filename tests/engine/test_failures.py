@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -121,7 +123,9 @@ def test_rank_that_dies_ends_the_others(size: int, guilty: int, tmp_path: Path) 
     survivors = set(range(size)) - {guilty}
     assert {int(path.stem) for path in tmp_path.glob("*.txt")} == survivors
     for rank in survivors:
-        assert "another rank failed" in Path(tmp_path, f"{rank}.txt").read_text()
+        text = Path(tmp_path, f"{rank}.txt").read_text()
+        assert f"another rank failed (rank {guilty} left no message" in text
+        assert re.search(r"so rank \d stops too, in all_reduce, step \d", text)
 
 
 GLOOS = "[Gloo] Rank"
@@ -131,10 +135,25 @@ GLOOS = "[Gloo] Rank"
 @pytest.mark.parametrize("endings", [("nothing", "destroy"), ("raise", "in flight")], ids=" and ".join)
 def test_program_that_does_not_close_its_hook_ends(endings: tuple[str, str], tmp_path: Path) -> None:
     """With its own exit code, and without any output of ours."""
+    output = outputs(endings, tmp_path)
+    own = [line for text in output for line in text.splitlines() if not line.startswith(GLOOS)]
+    assert not own
+
+
+@pytest.mark.parametrize("guilty", [0, 1])
+def test_an_error_in_user_code_reaches_the_others(guilty: int, tmp_path: Path) -> None:
+    endings = ("err", "go on") if guilty == 0 else ("go on", "err")
+    text = outputs(endings, tmp_path)[1 - guilty]
+    assert f"another rank failed (rank {guilty}: ValueError: my own mistake)" in text
+    assert "step 4" in text
+
+
+def outputs(endings: Sequence[str], folder: Path) -> list[str]:
+    """What programs with these endings print, one rank each, after they have ended with the exit codes they should."""
     command = [sys.executable, "-W", "error", forgetful.__file__]
     programs = [
         subprocess.Popen(
-            [*command, str(rank), "2", str(tmp_path / "store"), ending],
+            [*command, str(rank), str(len(endings)), str(folder / "store"), ending],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -147,5 +166,4 @@ def test_program_that_does_not_close_its_hook_ends(endings: tuple[str, str], tmp
         for program in programs:
             program.kill()
     assert [program.returncode for program in programs] == [forgetful.EXIT_CODES[ending] for ending in endings], output
-    own = [line for text in output for line in text.splitlines() if not line.startswith(GLOOS)]
-    assert not own
+    return output

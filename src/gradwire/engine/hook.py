@@ -135,7 +135,7 @@ class Hook:
         step = max(self.steps - 1, 0) if step is None else step
         bucket = dataclasses.replace(bucket, step=step, memory=self._memory)
         after = None if self.after_mean is None else lambda: self._finish(bucket)
-        return self.runner.submit(self._jobs(bucket, scale), bucket.flat, after)
+        return self.runner.submit(self._jobs(bucket, scale), bucket.flat, after, what=f"step {step + 1}")
 
     def _jobs(self, bucket: Bucket, scale: Scale) -> list[Job]:
         """What averages a bucket: one job per chunk, each with its part of the residual."""

@@ -52,6 +52,9 @@ slow_link: ContextVar[Hold | None] = ContextVar("slow_link", default=None)
 """Engines that are made while this is set are slowed down by it: see `gradwire.advisor.emulate`."""
 
 
+POLL_S = 0.02
+
+
 class GroupComm:
     """The collectives of one job: the k-th one on the k-th group, each in its turn. See `exchanges.base.Comm`.
 
@@ -68,6 +71,8 @@ class GroupComm:
         self.rank, self.size = rank, size
         self.traffic = Traffic()
         self.used = 0
+        self.collective = ""
+        """The name of the collective that was requested last, for error messages."""
         self.levels: tuple[GroupComm, ...] = ()
         """The collectives inside the node and across the nodes, if the engine was opened with levels."""
         self._run, self._hold = run, hold
@@ -111,7 +116,7 @@ class GroupComm:
     def _collect(self, name: str, issue: Callable[[Any], Any], moved_bytes: float) -> None:
         if self.traffic.first_s is None:
             self.traffic.first_s = time.perf_counter()
-        lane, self.used = self.used, self.used + 1
+        lane, self.used, self.collective = self.used, self.used + 1, name
         queue_s, wire_s = self._run(lane, issue)
         if self._hold is not None:
             wire_s += self._hold(name, self.size, moved_bytes, wire_s)
@@ -206,7 +211,7 @@ class Lanes:
         """What makes collectives of coming jobs take longer."""
         self._levels: tuple[Lanes, ...] = ()
         self._made: dict[Levels, tuple[Lanes, ...]] = {}
-        self._broken = False
+        self.broken = False
 
     def split(self, levels: Levels | None, next_ticket: int) -> None:
         """Use the lanes of both levels from the next ticket on, made if they are not there yet. All ranks together."""
@@ -255,9 +260,9 @@ class Lanes:
 
     def break_(self, error: BaseException) -> None:
         """This rank cannot go on: tell the others why, and end their waiting."""
-        if self._broken:
+        if self.broken:
             return
-        self._broken = True
+        self.broken = True
         if not isinstance(error, ExchangeError):
             self.publish_error(f"{type(error).__name__}: {error}")
         parts = [lanes for made in self._made.values() for lanes in made]
@@ -275,6 +280,19 @@ class Lanes:
             return self._store.get("error").decode() if self._store.check(["error"]) else ""
         except RuntimeError:
             return ""
+
+    def missing(self, wait_s: float) -> list[int]:
+        """The ranks that do not say within this time that they have failed too: they are gone, or stuck."""
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        until_s = time.monotonic() + wait_s
+        try:
+            self._store.set(f"failed/{self.rank}", "")
+            while others and time.monotonic() < until_s:
+                others = [rank for rank in others if not self._store.check([f"failed/{rank}"])]
+                time.sleep(POLL_S)
+        except RuntimeError:  # the store died with its rank, which is nearly always rank 0
+            return [0] if 0 in others else others
+        return others
 
     def close(self) -> None:
         """Drop the groups. Jobs must have ended."""

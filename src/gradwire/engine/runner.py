@@ -7,6 +7,7 @@ not block the host, see `stream.py`.
 
 import math
 import queue
+import sys
 import threading
 import time
 import traceback
@@ -33,7 +34,8 @@ KICK_S = 0.005
 that it has just woken gets neither the GIL nor the core before a whole time slice has passed."""
 CUT_OFF = "application timeout caused pair closure"
 """gloo's message to threads that wait on a connection which the time limit of another thread has closed."""
-NO_MESSAGE = "it left no message, so it was probably killed; look at the other ranks' logs"
+SURVIVORS_S = 1.0
+"""How long a rank waits for the others to say that they have failed too. Those that do not are named."""
 AT_CLOSE_S = 20
 AT_EXIT_S = 1
 """How long threads may take to end what is queued. A process must not exit while one is inside torch: the thread would
@@ -123,9 +125,18 @@ class Runner(Protocol):
         """Prepare for jobs of two levels, or of one (None). All ranks together."""
 
     def submit(
-        self, jobs: Sequence[Job], result: Tensor, after: Callable[[], None] | None = None, *, counted: bool = True
+        self,
+        jobs: Sequence[Job],
+        result: Tensor,
+        after: Callable[[], None] | None = None,
+        *,
+        counted: bool = True,
+        what: str = "",
     ) -> Future[Tensor]:
-        """Run `jobs`, then `after`, and complete the future with `result`; `counted`: in the meter too."""
+        """Run `jobs`, then `after`, and complete the future with `result`; `counted`: in the meter too.
+
+        `what` is where the jobs belong, such as "step 5", for error messages.
+        """
 
     def adopt(self, tensors: Iterable[Tensor]) -> None:
         """Jobs will use these tensors, which the caller has made, and may drop them while they run."""
@@ -148,8 +159,8 @@ def check_usable(closed: bool, error: BaseException | None) -> None:
 class _Pending:
     """A future for several jobs. A callback computes its value: only so does an error reach DDP with its text."""
 
-    def __init__(self, jobs: int, result: Tensor, after: Callable[[], None] | None, counted: bool) -> None:
-        self.counted = counted
+    def __init__(self, jobs: int, result: Tensor, after: Callable[[], None] | None, counted: bool, what: str) -> None:
+        self.counted, self.what = counted, what
         self._gate: Future[None] = Future()
         self._left = jobs
         self._after = after
@@ -197,7 +208,7 @@ class LaneRunner:
         self._lock = threading.Lock()
         self._next_ticket = 0
         self._error: BaseException | None = None
-        self._closed = False
+        self._closed = self._failing = False
         self._most, self._threads = threads, list[threading.Thread]()
         self._unfinished = 0
         self._at_exit = weakref.finalize(self, _leave, self._jobs, self._threads, lanes)
@@ -214,11 +225,17 @@ class LaneRunner:
         self.lanes.split(levels, self._next_ticket)
 
     def submit(
-        self, jobs: Sequence[Job], result: Tensor, after: Callable[[], None] | None = None, *, counted: bool = True
+        self,
+        jobs: Sequence[Job],
+        result: Tensor,
+        after: Callable[[], None] | None = None,
+        *,
+        counted: bool = True,
+        what: str = "",
     ) -> Future[Tensor]:
         """Queue the jobs under the next tickets. `after` runs in the thread that ends the last job."""
         self._check_usable()
-        pending, first = _Pending(len(jobs), result, after, counted), self._next_ticket
+        pending, first = _Pending(len(jobs), result, after, counted, what), self._next_ticket
         with self._lock:
             idle = not self._open
             self._open.add(pending)
@@ -269,22 +286,27 @@ class LaneRunner:
             ticket, job, pending = item
             try:
                 with scratch.job():
-                    self._run_one(ticket, job, pending.counted)
+                    self._run_one(ticket, job, pending)
             except BaseException as error:
                 self._fail(error)
             else:
                 self._settle(pending)
             del item, job, pending  # a waiting thread must not keep a bucket alive
 
-    def _run_one(self, ticket: int, job: Job, counted: bool) -> None:
+    def _run_one(self, ticket: int, job: Job, pending: _Pending) -> None:
         if self._error is not None:
             raise self._error
         began = time.perf_counter()
         comm = self.lanes.comm(ticket)
-        job(comm)
+        try:
+            job(comm)
+        except RuntimeError as error:
+            used = (part.collective for part in (*comm.levels, comm) if part.collective)
+            error.add_note(", ".join(text for text in (next(used, ""), pending.what) if text))
+            raise
         ended = time.perf_counter()
         self.lanes.finish(ticket, comm)
-        if counted:
+        if pending.counted:
             self.meter.add(comm.traffic, began, ended)
 
     def _settle(self, pending: _Pending) -> None:
@@ -297,28 +319,41 @@ class LaneRunner:
     def _fail(self, error: BaseException) -> None:
         """The first error ends everything: every waiting backward gets it, and the other ranks' lanes close."""
         _forget_frames(error)
-        if self._error is None:
-            self._error = error = self._explain(error)
-            self.lanes.break_(error)
+        with self._lock:
+            first, self._failing = not self._failing, True
+        if not first:
+            return  # the thread of the first error ends all that waits
+        lost = _is_lost_connection(error)
+        self.lanes.break_(ExchangeError("connection lost") if lost else error)
+        self._error = self._explain(error) if lost else error
         with self._lock:
             waiting, self._open = self._open, set()
         for pending in waiting:
             pending.end(self._error)
 
-    def _explain(self, error: BaseException) -> BaseException:
-        """A closed connection means that another rank failed: say which, if it left a message."""
-        text = str(error).lower()
-        if not isinstance(error, RuntimeError) or not ("gloo" in text or CUT_OFF in text):
-            return error
-        peer_error = self.lanes.peer_error()
-        if not peer_error and ("timed out" in text or CUT_OFF in text):
-            reason = "no other rank came in time: one is slow or stuck, or did not run this backward pass"
+    def _explain(self, error: BaseException) -> ExchangeError:
+        """Which rank is to blame for a lost connection, and what it said."""
+        text, message = str(error).lower(), self.lanes.peer_error()
+        missing = self.lanes.missing(0.0 if message else SURVIVORS_S)
+        who = f"rank {', '.join(map(str, missing))}" if missing else "another rank"
+        if message := message or self.lanes.peer_error():
+            reason = f"another rank failed ({message})"
+        elif "timed out" in text or CUT_OFF in text:
+            reason = f"{who} did not come in time: it is slow or stuck, or did not run this backward pass"
             self.lanes.publish_error(reason)
         else:
-            reason = f"another rank failed ({peer_error or NO_MESSAGE})"
-        cause = ExchangeError(f"{reason}; so rank {self.lanes.rank} stops too [{error}]")
+            reason = (
+                f"another rank failed ({who} left no message: it was killed, or its process ended; look at its log)"
+            )
+        where = " and ".join(filter(None, getattr(error, "__notes__", ())))
+        cause = ExchangeError(f"{reason}; so rank {self.lanes.rank} stops too, in {where or 'a collective'} [{error}]")
         cause.__cause__ = error
         return cause
+
+
+def _is_lost_connection(error: BaseException) -> bool:
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and ("gloo" in text or CUT_OFF in text)
 
 
 def _stop(jobs: queue.SimpleQueue[Any], threads: Sequence[threading.Thread], timeout_s: float) -> None:
@@ -332,7 +367,14 @@ def _stop(jobs: queue.SimpleQueue[Any], threads: Sequence[threading.Thread], tim
 
 
 def _leave(jobs: queue.SimpleQueue[Any], threads: Sequence[threading.Thread], lanes: Lanes) -> None:
-    """At the end of the process. Closing the lanes ends gloo's threads while the interpreter still exists."""
+    """At the end of the process. Closing the lanes ends gloo's threads while the interpreter still exists.
+
+    If an error of the user's code ends the process, the other ranks learn which.
+    """
+    error = getattr(sys, "last_value", None)
+    if error is not None and not lanes.broken:
+        lanes.break_(error)
+        lanes.missing(SURVIVORS_S)  # the store may end with this process: let the others read it first
     _stop(jobs, threads, AT_EXIT_S)
     if not any(thread.is_alive() for thread in threads):
         lanes.close()

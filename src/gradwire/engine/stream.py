@@ -77,7 +77,13 @@ class StreamRunner:
         self._levels = () if levels is None else self._made[levels]
 
     def submit(
-        self, jobs: Sequence[Job], result: Tensor, after: Callable[[], None] | None = None, *, counted: bool = True
+        self,
+        jobs: Sequence[Job],
+        result: Tensor,
+        after: Callable[[], None] | None = None,
+        *,
+        counted: bool = True,
+        what: str = "",
     ) -> Future[Tensor]:
         """Enqueue the jobs now. An error is raised at once, and this runner is not used again."""
         check_usable(self._closed, self._error)

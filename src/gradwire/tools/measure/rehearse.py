@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from gradwire.engine.events import Moment, now, seconds
+from gradwire.engine.fingerprint import sealed
 from gradwire.engine.hook import Hook
 from gradwire.engine.lanes import GroupComm
 from gradwire.engine.runner import Job, Meter
@@ -98,7 +99,7 @@ def _rehearse_bucket(
 ) -> list[Trace]:
     runner = _DryRunner(size, other.device)
     hook = Hook(exchange, runner, rank=0, size=size, device=other.device, chunk_bytes=chunk_bytes)
-    hook.load_state_dict({**hook.state_dict(), "step": at_step})
+    hook.load_state_dict(sealed({**hook.state_dict(), "step": at_step}))
     values = _values(layout).to(other.device)
     taken = []
     for _ in range(steps):
@@ -159,7 +160,13 @@ class _DryRunner:
         self._levels = levels
 
     def submit(
-        self, jobs: Sequence[Job], result: Tensor, after: Callable[[], None] | None = None, *, counted: bool = True
+        self,
+        jobs: Sequence[Job],
+        result: Tensor,
+        after: Callable[[], None] | None = None,
+        *,
+        counted: bool = True,
+        what: str = "",
     ) -> Future[Tensor]:
         """Run the jobs now."""
         for job in jobs:
