@@ -11,7 +11,7 @@ PARALLEL ?= -n 4 --dist worksteal
 # Tests start many processes; without bytecode on disk each of them, and each worker of pytest, compiles our modules.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-all test-rest device triton thorough browser integrations smoke lint types bench soak compat docs clean
+.PHONY: help setup demo test test-all test-rest device triton thorough browser integrations smoke lint types bench faults soak compat docs clean
 
 help:
 	@echo "make demo      does compression pay for a small GPT on 1 Gbit/s? headroom, advice and a page"
@@ -21,6 +21,7 @@ help:
 	@echo "make test-all  the same, the long tests, the report in a browser, a short shaped-network benchmark (needs root)"
 	@echo "make integrations  unmodified Lightning, Accelerate and Trainer scripts under gradwire's verbs"
 	@echo "make bench     kernels, codec error and the shaped-network benchmark (needs root, about 45 minutes)"
+	@echo "make faults    1,200 faults at random moments: nothing hangs, and the survivors say which rank it was"
 	@echo "make soak      10,000 steps with 40 buckets in flight on 4 ranks"
 	@echo "make compat TORCH=2.15.0  the tests on another version of torch (installs it in .compat, several GB)"
 	@echo "make docs      build the documentation into site/"
@@ -92,6 +93,10 @@ bench: setup
 	$(BIN)/python benchmarks/kernels.py --out .benchmarks/kernels.jsonl
 	$(BIN)/python benchmarks/error.py
 	$(BIN)/python benchmarks/shaped.py --out .benchmarks/shaped.jsonl
+
+# About half an hour. Every fault trains a small model on processes of its own.
+faults: setup
+	$(BIN)/python benchmarks/faults.py --faults 1200
 
 soak: setup
 	$(BIN)/python benchmarks/soak.py

@@ -53,6 +53,8 @@ slow_link: ContextVar[Hold | None] = ContextVar("slow_link", default=None)
 
 
 POLL_S = 0.02
+SURVIVORS_S = 1.0
+"""How long a rank waits for the others to say that they have failed too. Those that do not are named."""
 
 
 class GroupComm:
@@ -233,10 +235,24 @@ class Lanes:
     def open(self, count: int, next_ticket: int) -> None:
         """Make lanes until there are `count`, which all ranks must ask for; `next_ticket` is the next one let in."""
         while len(self._lanes) < count:
-            store = PrefixStore(f"lane/{len(self._lanes)}", self._store)
-            lane = Lane(new_group(store, self.rank, self.size, self._timeout))
+            lane = Lane(self._connected(PrefixStore(f"lane/{len(self._lanes)}", self._store)))
             lane.begin_at(next_ticket)
             self._lanes.append(lane)
+
+    def _connected(self, store: Store) -> Any:
+        """A group of all ranks; raises ExchangeError with the ranks that did not come."""
+        try:
+            store.set(f"here/{self.rank}", "")
+            return new_group(store, self.rank, self.size, self._timeout)
+        except RuntimeError as error:
+            absent: list[int] = []
+            with suppress(RuntimeError):  # the store is gone too
+                absent = [rank for rank in range(self.size) if not store.check([f"here/{rank}"])]
+            who = ", ".join(map(str, absent or self.missing(SURVIVORS_S))) or "unknown"
+            raise ExchangeError(
+                f"rank {self.rank} could not connect to the others: rank {who} did not come within "
+                f"{self._timeout.total_seconds():g} s. It has failed, or does not make the same calls [{error}]"
+            ) from error
 
     def comm(self, ticket: int) -> GroupComm:
         """The collectives of the job with this ticket."""

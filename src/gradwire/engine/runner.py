@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from gradwire.engine.gloo import THREADS
-from gradwire.engine.lanes import Lanes, Traffic
+from gradwire.engine.lanes import SURVIVORS_S, Lanes, Traffic
 from gradwire.engine.stats import Stats
 from gradwire.errors import CLOSED, ExchangeError
 from gradwire.exchanges.base import Comm, Levels
@@ -34,8 +34,6 @@ KICK_S = 0.005
 that it has just woken gets neither the GIL nor the core before a whole time slice has passed."""
 CUT_OFF = "application timeout caused pair closure"
 """gloo's message to threads that wait on a connection which the time limit of another thread has closed."""
-SURVIVORS_S = 1.0
-"""How long a rank waits for the others to say that they have failed too. Those that do not are named."""
 AT_CLOSE_S = 20
 AT_EXIT_S = 1
 """How long threads may take to end what is queued. A process must not exit while one is inside torch: the thread would
@@ -143,6 +141,12 @@ class Runner(Protocol):
 
     def run(self, job: Job) -> None:
         """Run one job and wait for it."""
+
+    def give_up(self, error: BaseException) -> None:
+        """This rank fails for another reason: tell the other ranks, if that is possible."""
+
+    def explained(self, error: RuntimeError, what: str) -> BaseException:
+        """A better error for one that a collective of torch has raised. `what`: what it was for."""
 
     def close(self) -> None:
         """End threads and groups. Submitting afterwards is an error."""
@@ -257,6 +261,16 @@ class LaneRunner:
             self.submit([job], torch.empty(0), counted=False).wait()
         except RuntimeError:
             raise self._error or ExchangeError("the hook was closed meanwhile") from None
+
+    def give_up(self, error: BaseException) -> None:
+        """Publish the error, and end the waiting of the other ranks."""
+        self.lanes.break_(error)
+
+    def explained(self, error: RuntimeError, what: str) -> BaseException:
+        """As if one of the jobs had failed with it."""
+        error.add_note(what)
+        self._fail(error)
+        return self._error or error
 
     def close(self) -> None:
         """Let queued jobs end, then stop the threads and drop the groups."""

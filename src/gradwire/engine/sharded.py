@@ -22,7 +22,7 @@ from gradwire.engine.agreement import agree
 from gradwire.engine.hook import Hook
 from gradwire.engine.lanes import Traffic
 from gradwire.engine.residuals import Residuals
-from gradwire.engine.runner import Job, Meter, Runner
+from gradwire.engine.runner import Job, Runner
 from gradwire.engine.shard_residuals import ShardResiduals
 from gradwire.engine.sharded_verify import verify_sharded
 from gradwire.engine.stats import Stats
@@ -111,7 +111,7 @@ class ShardedHook(Hook):
         if isinstance(current, Coded):
             return self.runner.submit(self.scatter_jobs(bucket, rows, alpha, self._store), out)
         if current.averages:
-            _metered(self.runner.meter, plain, self.plain_passes * rows.nbytes * (self.size - 1) / self.size)
+            self._metered(self.runner, plain, self.plain_passes * rows.nbytes * (self.size - 1) / self.size)
         else:
             out.copy_(rows[self.rank])
         return done(out)
@@ -176,7 +176,19 @@ class ShardedHook(Hook):
     def plain_gather(self, plain: Callable[[], Any], moved_bytes: float) -> Any:
         """Gather as the model does by itself, and count it."""
         self.gather_runner.meter.begin(first=False)
-        return _metered(self.gather_runner.meter, plain, moved_bytes)
+        return self._metered(self.gather_runner, plain, moved_bytes)
+
+    def _metered(self, runner: Runner, run: Callable[[], Any], sent_bytes: float) -> Any:
+        """Run a collective of torch, and count what it moves."""
+        began = time.perf_counter()
+        try:
+            result = run()
+        except RuntimeError as error:
+            what = "gathering parameters" if runner is self.gather_runner else "reducing gradients"
+            raise runner.explained(error, f"{what}, step {self.steps}") from error
+        ended = time.perf_counter()
+        runner.meter.add(Traffic(sent_bytes, sent_bytes, ended - began, 0.0, began), began, ended)
+        return result
 
     def blocked(self, what: str, wait: Callable[[], Any]) -> Any:
         """Wait for something, and count the time."""
@@ -319,15 +331,6 @@ def describe(exchange: Exchange, gather: Exchange, replicas: Exchange | None) ->
 
 
 _SUMMED = ("buckets", "sent_bytes", "received_bytes", "encode_s", "wire_s", "decode_s", "wait_s")
-
-
-def _metered(meter: Meter, run: Callable[[], Any], sent_bytes: float) -> Any:
-    """Run a collective of torch, and count what it moves."""
-    began = time.perf_counter()
-    result = run()
-    ended = time.perf_counter()
-    meter.add(Traffic(sent_bytes, sent_bytes, ended - began, 0.0, began), began, ended)
-    return result
 
 
 def _scatter_job(coded: Coded, rows: Tensor, chunk: Bucket, alpha: float, store: ShardResiduals | None) -> Job:

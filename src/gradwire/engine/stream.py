@@ -111,6 +111,13 @@ class StreamRunner:
         """Enqueue one job."""
         self.submit([job], torch.empty(0, device=self._device), counted=False).wait()
 
+    def give_up(self, error: BaseException) -> None:
+        """The group is the model's own: its backend notices."""
+
+    def explained(self, error: RuntimeError, what: str) -> BaseException:
+        """The error itself."""
+        return error
+
     def close(self) -> None:
         """The group is the model's own and stays."""
         self._closed = True

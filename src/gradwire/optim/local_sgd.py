@@ -106,7 +106,9 @@ class LocalSGD(Rounds):
     ) -> None:
         """Make the ranks equal, unless there was an error; then stop counting."""
         try:
-            if kind is None:
+            if error is not None:
+                self.hook.runner.give_up(error)
+            else:
                 self.sync()
         finally:
             self.close()

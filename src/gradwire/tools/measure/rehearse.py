@@ -188,6 +188,13 @@ class _DryRunner:
         """All ranks would send the same, so one rank is enough."""
         job(_DryComm(1, _Log(self._device)))
 
+    def give_up(self, error: BaseException) -> None:
+        """There is nobody to tell."""
+
+    def explained(self, error: RuntimeError, what: str) -> BaseException:
+        """The error itself."""
+        return error
+
     def close(self) -> None:
         """There is nothing to close."""
 
