@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -19,6 +19,7 @@ def tensor(size: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return (torch.randn(size, generator=torch.Generator().manual_seed(size)) * 100).to(dtype)
 
 
+@settings(deadline=None)
 @given(st.sampled_from(SIZES), st.sampled_from(DTYPES), st.integers(0, 2**40))
 def test_every_flipped_bit_is_seen(size: int, dtype: torch.dtype, which: int) -> None:
     values = tensor(size, dtype)

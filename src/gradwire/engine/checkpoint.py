@@ -120,11 +120,12 @@ def _check_form(states: Sequence[Mapping[str, Any]]) -> None:
 def check_version(what: str, state: Mapping[str, Any], keys: set[str]) -> None:
     """Raise StateError unless the state has these keys and a version that can be read."""
     version = state.get("version")
+    version = version if type(version) is int else repr(version)
     missing = ({*keys, CHECKSUM} if version == VERSION else keys) - state.keys()
-    if missing or isinstance(version, bool) or version not in (1, VERSION):
+    if missing or version not in (1, VERSION):
         raise StateError(
             f"not a state of {what} version 1 to {VERSION} (missing: {', '.join(sorted(missing)) or 'nothing'}; "
-            f"version: {version!r})"
+            f"version: {version})"
         )
 
 
