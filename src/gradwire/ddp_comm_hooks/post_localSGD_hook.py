@@ -24,6 +24,7 @@ from gradwire.ddp_comm_hooks._group import (
     usable_group,
 )
 from gradwire.ddp_comm_hooks.debugging_hooks import noop_hook
+from gradwire.engine.agreement import texts_of
 from gradwire.errors import SpecError, StateError
 from gradwire.exchanges.bucket import Steps
 
@@ -120,8 +121,7 @@ def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> torch.fu
 def _ranks_of_this_machine(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """The members that torchrun started on the same node, or otherwise those with the same host name."""
     own = os.environ.get("GROUP_RANK", socket.gethostname())
-    names: list[Any] = [None] * group.size()
-    dist.all_gather_object(names, own, group=group)
+    names = texts_of(group, own)
     ranks = dist.get_process_group_ranks(group)
     near = [rank for rank, name in zip(ranks, names, strict=True) if name == own]
     subgroup = group if near == ranks else dist.new_group(near, use_local_synchronization=True)

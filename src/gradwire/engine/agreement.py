@@ -1,10 +1,15 @@
 """Agreement: all ranks must request the same hook with the same options, or registration fails on all of them."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from gradwire._torch.distributed import store_of
 from gradwire.errors import RegisterError
 from gradwire.exchanges.base import Comm
 
@@ -22,6 +27,17 @@ def gather_texts(comm: Comm, text: str, device: torch.device) -> list[str]:
 
 Run = Callable[[Callable[[Comm], None]], None]
 """Runs a job and waits for it. All ranks together."""
+
+
+_calls: "weakref.WeakKeyDictionary[Any, Iterator[int]]" = weakref.WeakKeyDictionary()
+
+
+def texts_of(group: dist.ProcessGroup, text: str) -> list[str]:
+    """The texts of all ranks, of any length, through the store of the group. Nothing is unpickled, unlike in
+    `dist.all_gather_object`."""
+    store, call = store_of(group), next(_calls.setdefault(group, itertools.count()))
+    store.set(f"gradwire/texts/{call}/{group.rank()}", text)
+    return [store.get(f"gradwire/texts/{call}/{rank}").decode() for rank in range(group.size())]
 
 
 def agree(run: Run, what: str, text: str, device: torch.device) -> None:

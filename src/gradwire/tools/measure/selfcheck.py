@@ -11,6 +11,7 @@ The ranks form a gloo world, in which they talk about results. What is checked u
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import platform
 import socket
@@ -27,6 +28,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import kernels
+from gradwire.engine.agreement import texts_of
 from gradwire.engine.events import Moment, each_seconds, now
 from gradwire.engine.fingerprint import fingerprint
 from gradwire.engine.hook import Hook
@@ -233,8 +235,8 @@ def _model_of(device: torch.device) -> str:
 
 def _agreed(own: Facts) -> list[Facts]:
     """The facts of all ranks. RegisterError on all of them if one cannot take part, or if they differ."""
-    everyone: list[Facts] = [own] * dist.get_world_size()
-    dist.all_gather_object(everyone, own)
+    told = [json.loads(text) for text in texts_of(_world(), json.dumps(asdict(own)))]
+    everyone = [Facts(**{**facts, "hooks": tuple(facts["hooks"])}) for facts in told]
     problems = [f"rank {rank}: {each.problem}" for rank, each in enumerate(everyone) if each.problem]
     if problems:
         raise RegisterError("; ".join(problems))
@@ -246,10 +248,14 @@ def _agreed(own: Facts) -> list[Facts]:
     return everyone
 
 
+def _world() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
 def _together(texts: Sequence[str]) -> list[str]:
     """The texts of all ranks, each with the ranks that have it; of many, the first ones."""
-    everyone: list[list[str]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(everyone, list(texts))
+    everyone: list[list[str]] = [json.loads(text) for text in texts_of(_world(), json.dumps(list(texts)))]
     ranks: dict[str, list[str]] = {}
     for rank, own in enumerate(everyone):
         for text in own:
