@@ -42,11 +42,11 @@ def train(hooks: Sequence[str], seed: int, args: argparse.Namespace) -> list[Rec
     return measure(hooks, settings)
 
 
-def table(losses: Mapping[str, Sequence[float]], optimizer: str) -> str:
-    """A row a hook: its loss, the gap to plain DDP, and the gap in standard deviations of the seeds."""
+def table(losses: Mapping[str, Sequence[float]], optimizer: str, baseline: str = "plain DDP") -> str:
+    """A row a hook: its loss, the gap to the baseline, and the gap in standard deviations of the seeds."""
     plain = losses[PLAIN]
     spread = statistics.stdev(plain) if len(plain) > 1 else float("nan")
-    rows = [f"{optimizer}: held-out loss over {len(plain)} seeds; another seed moves plain DDP by {spread:.4f} (s.d.)"]
+    rows = [f"{optimizer}: held-out loss over {len(plain)} seeds; another seed moves {baseline} by {spread:.4f} (s.d.)"]
     rows.append(f"{'hook':<24}{'loss':>8}{'gap':>9}{'worst gap':>11}{'gap / s.d.':>12}")
     for hook, values in losses.items():
         gaps = [value - base for value, base in zip(values, plain, strict=True)]

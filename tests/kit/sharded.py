@@ -15,15 +15,15 @@ from .models import batch
 from .ranks import Ranks
 
 
-def mesh_of(ranks: Ranks, group: dist.ProcessGroup | None = None) -> DeviceMesh:
+def mesh_of(ranks: Ranks, group: dist.ProcessGroup | None = None, place: str = "cpu") -> DeviceMesh:
     """All ranks of a test, or those of a group, as a 1-D mesh."""
-    return DeviceMesh.from_group(group or ranks.group, "cpu")
+    return DeviceMesh.from_group(group or ranks.group, place)
 
 
-def mesh_2d(ranks: Ranks, replicas: int) -> DeviceMesh:
+def mesh_2d(ranks: Ranks, replicas: int, place: str = "cpu") -> DeviceMesh:
     """(replicas, shards), by rows of consecutive ranks."""
     ids = torch.arange(ranks.size).view(replicas, -1)
-    return DeviceMesh("cpu", ids, mesh_dim_names=("replicate", "shard"))
+    return DeviceMesh(place, ids, mesh_dim_names=("replicate", "shard"))
 
 
 def shard(module: nn.Module, mesh: DeviceMesh, **options: Any) -> Any:

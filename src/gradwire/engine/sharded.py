@@ -72,6 +72,7 @@ class ShardedHook(Hook):
         """How often a plain reduce-scatter sends the gradients: gloo does it as an all-reduce, which is twice."""
         self.uninstall: Callable[[], None] = lambda: None
         """Gives the model its own collectives back."""
+        self._gathers_anew = True
         self._blocked_s = {"gradients": 0.0, "parameters": 0.0, "replicas": 0.0}
         super().__init__(exchange, runner, **options)
         self._residuals = cast(Residuals, ShardResiduals(self.size, shards, self.device))
@@ -83,6 +84,7 @@ class ShardedHook(Hook):
         """The unit with this number is about to reduce its gradients; `first`: it is the first one of a step."""
         self._steps.add(index, first)
         self.runner.meter.begin(first)
+        self._gathers_anew |= first
 
     def scatter(
         self, index: int, rows: Tensor, out: Tensor, names: Sequence[str], alpha: float, plain: Callable[[], object]
@@ -163,7 +165,7 @@ class ShardedHook(Hook):
         """Fill `rows`, (size, n), with the decoded row of every rank; `row` has its segments."""
         self._check_open()
         self.gathered[index] = row
-        self.gather_runner.meter.begin(first=False)
+        self._begin_gather()
         bucket = Bucket(index, rows[0], row, is_last=False)
         return self.gather_runner.submit(self.gather_jobs(bucket, rows), rows)
 
@@ -175,7 +177,7 @@ class ShardedHook(Hook):
 
     def plain_gather(self, plain: Callable[[], Any], moved_bytes: float) -> Any:
         """Gather as the model does by itself, and count it."""
-        self.gather_runner.meter.begin(first=False)
+        self._begin_gather()
         return self._metered(self.gather_runner, plain, moved_bytes)
 
     def _metered(self, runner: Runner, run: Callable[[], Any], sent_bytes: float) -> Any:
@@ -189,6 +191,11 @@ class ShardedHook(Hook):
         ended = time.perf_counter()
         runner.meter.add(Traffic(sent_bytes, sent_bytes, ended - began, 0.0, began), began, ended)
         return result
+
+    def _begin_gather(self) -> None:
+        """The first gather after a backward pass has begun counts as the beginning of a step."""
+        self.gather_runner.meter.begin(self._gathers_anew)
+        self._gathers_anew = False
 
     def blocked(self, what: str, wait: Callable[[], Any]) -> Any:
         """Wait for something, and count the time."""
@@ -210,12 +217,14 @@ class ShardedHook(Hook):
     def stats_by_part(self) -> dict[str, Stats]:
         """The same for `gradients` (the reduce-scatter), `parameters` (the gather) and `replicas`, if there are any."""
         own = self.runner.meter.stats(str(self.exchange))
-        steps = max(own.steps, 1)
-        totals = self.gather_runner.meter.stats(str(self.gathers))  # it has counted no steps, so these are sums
-        gathers = dataclasses.replace(totals, steps=own.steps, **{f: getattr(totals, f) / steps for f in _SUMMED})
-        parts = {"gradients": own, "parameters": gathers}
+        gathers = self.gather_runner.meter.stats(str(self.gathers))
+        steps, counted = max(own.steps, 1), max(gathers.steps, 1)  # an evaluation gathers too, but takes no step
+        per_step = {field: getattr(gathers, field) * counted / steps for field in _SUMMED}
+        parts = {"gradients": own, "parameters": dataclasses.replace(gathers, steps=own.steps, **per_step)}
         if self.replicas is not None:
             parts["replicas"] = self.replicas.stats()
+        if self.device.type != "cpu":  # the host does not wait
+            return parts
         return {name: dataclasses.replace(part, wait_s=self._blocked_s[name] / steps) for name, part in parts.items()}
 
     def reset_stats(self) -> None:
