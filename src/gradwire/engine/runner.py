@@ -24,7 +24,7 @@ from gradwire.engine.lanes import SURVIVORS_S, Lanes, Traffic
 from gradwire.engine.stats import Stats
 from gradwire.errors import CLOSED, ExchangeError
 from gradwire.exchanges.base import Comm, Levels
-from gradwire.kernels.memory import Scratch
+from gradwire.kernels.memory import Scratch, Usage
 
 Job = Callable[[Comm], None]
 """Averages one chunk, through the collectives that it is given."""
@@ -45,6 +45,8 @@ class Meter:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
+        self.memory = Usage()
+        """What the jobs hold besides the tensors that they are given."""
         self.reset()
 
     def reset(self) -> None:
@@ -53,6 +55,7 @@ class Meter:
             self._steps = self._buckets = 0
             self._sent = self._received = self._encode = self._wire = self._decode = self._waited = 0.0
             self._called = self._ended = 0.0
+            self.memory.restart()
 
     def fresh(self) -> Self:
         """Another meter of the same kind, at zero."""
@@ -92,9 +95,8 @@ class Meter:
             sums = (self._encode, self._wire, self._decode, self._waited)
             times = (math.nan if timed == 0 < self._steps else value / max(timed, 1) for value in sums)
             encode, wire, decode, waited = times
-            return Stats(
-                hook, self._steps, buckets, sent, received, encode, wire, decode, waited, reason, timed, kernels
-            )
+            moved, peak = (buckets, sent, received), self.memory.peak_bytes
+            return Stats(hook, self._steps, *moved, encode, wire, decode, waited, reason, timed, kernels, peak)
 
     def timed_steps(self) -> int:
         """The number of steps that the times are from."""
@@ -295,7 +297,7 @@ class LaneRunner:
         check_usable(self._closed, self._error)
 
     def _work(self) -> None:
-        scratch = Scratch()
+        scratch = Scratch(self.meter.memory)
         while (item := self._jobs.get()) is not None:
             ticket, job, pending = item
             try:

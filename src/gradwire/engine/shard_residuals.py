@@ -18,6 +18,7 @@ from gradwire.errors import StateError
 from gradwire.exchanges.bucket import Segment
 from gradwire.exchanges.feedback import healed_
 from gradwire.exchanges.sharded import Shard
+from gradwire.kernels.memory import empty
 
 Key = tuple[int, int]
 """(start, numel) of a piece of a parameter's row."""
@@ -63,7 +64,10 @@ class ShardResiduals:
 
     def take(self, segments: Sequence[Segment]) -> Tensor:
         """A copy of the rows of some pieces, (size, n) in float32."""
-        return torch.cat([self._piece(segment.name, (segment.start, segment.numel)) for segment in segments], 1)
+        values = empty((self._size, sum(segment.numel for segment in segments)), torch.float32, self._device)
+        for segment, part in zip(segments, values.split([segment.numel for segment in segments], 1), strict=True):
+            self._copy_piece(segment.name, (segment.start, segment.numel), part)
+        return values
 
     def put(self, segments: Sequence[Segment], values: Tensor) -> None:
         """Keep new values for some pieces."""
@@ -108,11 +112,12 @@ class ShardResiduals:
                 self._codec.decode_(row.narrow(0, start, numel), wire)
         return rows
 
-    def _piece(self, name: str, key: Key) -> Tensor:
+    def _copy_piece(self, name: str, key: Key, out: Tensor) -> None:
         wires = self._wires.get(name, {}).get(key)
-        if wires is None and name in self._rows:
-            return self._rows[name].narrow(1, *key)
-        out = torch.zeros(self._size, key[1], device=self._device)
-        for row, wire in zip(out, () if wires is None else wires, strict=wires is not None):
-            self._codec.decode_(row, wire)
-        return out
+        if wires is not None:
+            for row, wire in zip(out, wires, strict=True):
+                self._codec.decode_(row, wire)
+        elif name in self._rows:
+            out.copy_(self._rows[name].narrow(1, *key))
+        else:
+            out.zero_()

@@ -210,7 +210,7 @@ class ShardedHook(Hook):
     def stats(self) -> Stats:
         """Averages per step of all directions together. `wait_s` is the time in which the model has waited for them."""
         parts = self.stats_by_part().values()
-        sums = {field: sum(getattr(part, field) for part in parts) for field in _SUMMED}
+        sums = {field: sum(getattr(part, field) for part in parts) for field in (*_PER_STEP, "peak_bytes")}
         first = next(iter(parts))
         return dataclasses.replace(first, hook=self.requested, **sums)
 
@@ -219,7 +219,7 @@ class ShardedHook(Hook):
         own = self.runner.meter.stats(str(self.exchange))
         gathers = self.gather_runner.meter.stats(str(self.gathers))
         steps, counted = max(own.steps, 1), max(gathers.steps, 1)  # an evaluation gathers too, but takes no step
-        per_step = {field: getattr(gathers, field) * counted / steps for field in _SUMMED}
+        per_step = {field: getattr(gathers, field) * counted / steps for field in _PER_STEP}
         parts = {"gradients": own, "parameters": dataclasses.replace(gathers, steps=own.steps, **per_step)}
         if self.replicas is not None:
             parts["replicas"] = self.replicas.stats()
@@ -339,7 +339,7 @@ def describe(exchange: Exchange, gather: Exchange, replicas: Exchange | None) ->
     return f"{exchange}, gather={gather}" + ("" if replicas is None else f", replicas={replicas}")
 
 
-_SUMMED = ("buckets", "sent_bytes", "received_bytes", "encode_s", "wire_s", "decode_s", "wait_s")
+_PER_STEP = ("buckets", "sent_bytes", "received_bytes", "encode_s", "wire_s", "decode_s", "wait_s")
 
 
 def _scatter_job(coded: Coded, rows: Tensor, chunk: Bucket, alpha: float, store: ShardResiduals | None) -> Job:

@@ -33,6 +33,10 @@ class Stats:
     """The number of steps that the times are from: on an accelerator the last ones may not be finished yet."""
     kernels: str = ""
     """The kernels in use on the model's device, such as `numba` or `torch`."""
+    peak_bytes: int = 0
+    """The most memory that the hook has held at once in this process, besides residuals: encoded messages and, of a
+    model with `fully_shard`, the gradients of units whose reduction was under way. Not counted on an accelerator, whose
+    allocator has statistics of its own."""
 
     def as_dict(self) -> dict[str, str | int | float]:
         """A plain mapping, for logging."""

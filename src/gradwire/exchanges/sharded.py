@@ -117,7 +117,7 @@ def scatter_(
         residual: With feedback, (size, n) in float32: added to `rows` first, then what the encoding of each row has
             lost. If the sum of any row is not finite it stays as it was, on all ranks.
     """
-    work = rows if residual is None else rows + residual  # float32, or float64 for float64 gradients
+    work = rows if residual is None else _sum(rows, residual)
     whole, own = coded.plan(bucket, 1), comm.rank
     (part,), wires = whole.parts, empty((comm.size, whole.wire_bytes), torch.uint8, rows.device)
     others = [rank for rank in range(comm.size) if rank != own]
@@ -138,12 +138,23 @@ def _keep_lost_(
     codec: Codec, work: Tensor, part: Part, wires: Tensor, comm: Comm, out: Tensor, residual: Tensor
 ) -> None:
     """Replace the residual by what the encoding of the rows has lost, unless the sum of any row is not finite."""
-    lost = torch.zeros_like(residual)
-    for rank, (row, wire) in enumerate(zip(work, wires, strict=True)):
-        if rank != comm.rank:
-            keep_loss_(codec, row, part, wire, lost[rank])
+    lost = work if work.dtype == residual.dtype else work.to(residual.dtype)
+    for rank, (row, wire) in enumerate(zip(lost, wires, strict=True)):
+        if rank == comm.rank:
+            row.zero_()
+            continue
+        keep_loss_(codec, row, part, wire, row)
+        for start, numel in part.exempt:
+            row.narrow(0, start, numel).zero_()
     finite = comm.all_gather(torch.isfinite(out).all().to(torch.int32).reshape(1))  # a rank has seen its own sum only
-    residual.copy_(torch.where(finite.all(), lost, residual.nan_to_num(0.0, 0.0, 0.0)))  # inf would stay for ever
+    residual.nan_to_num_(0.0, 0.0, 0.0)  # inf would stay for ever
+    torch.where(finite.all(), lost, residual, out=residual)
+
+
+def _sum(rows: Tensor, residual: Tensor) -> Tensor:
+    """In work space, in float32, or in float64 for float64 gradients."""
+    work = empty(rows.shape, torch.promote_types(rows.dtype, residual.dtype), rows.device)
+    return torch.add(rows, residual, out=work)
 
 
 def gather_(coded: Coded, rows: Tensor, bucket: Bucket, comm: Comm) -> None:

@@ -18,18 +18,39 @@ from torch import Tensor
 _here = threading.local()
 
 
+class Usage:
+    """How much memory somebody holds, and the most that it was. Called from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.now_bytes = self.peak_bytes = 0
+
+    def add(self, nbytes: int) -> None:
+        """So much more is held, or less if it is negative."""
+        with self._lock:
+            self.now_bytes += nbytes
+            self.peak_bytes = max(self.peak_bytes, self.now_bytes)
+
+    def restart(self) -> None:
+        """Forget the peak."""
+        with self._lock:
+            self.peak_bytes = self.now_bytes
+
+
 class Scratch:
     """The blocks of one thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, usage: Usage | None = None) -> None:
+        """What it holds is counted in `usage`."""
         self._free: list[Tensor] = []
         self._taken: list[Tensor] = []
         self._temp = torch.empty(0, dtype=torch.uint8)
+        self._usage = usage or Usage()
 
     def take(self, nbytes: int) -> Tensor:
         """A block of `nbytes` until the job ends."""
         fitting = [block for block in self._free if nbytes <= block.numel() <= 2 * nbytes + 4096]
-        block = min(fitting, key=Tensor.numel) if fitting else torch.empty(nbytes, dtype=torch.uint8)
+        block = min(fitting, key=Tensor.numel) if fitting else self._new(nbytes)
         self._free = [other for other in self._free if other is not block]
         self._taken.append(block)
         return block[:nbytes]
@@ -37,8 +58,13 @@ class Scratch:
     def temp(self, nbytes: int) -> Tensor:
         """A block of `nbytes` until `temp` is called again."""
         if self._temp.numel() < nbytes:
-            self._temp = torch.empty(nbytes, dtype=torch.uint8)
+            self._usage.add(-self._temp.numel())
+            self._temp = self._new(nbytes)
         return self._temp[:nbytes]
+
+    def _new(self, nbytes: int) -> Tensor:
+        self._usage.add(nbytes)
+        return torch.empty(nbytes, dtype=torch.uint8)
 
     @contextmanager
     def job(self) -> Iterator[None]:
@@ -48,6 +74,7 @@ class Scratch:
             yield
         finally:
             _here.scratch = None
+            self._usage.add(-sum(map(Tensor.numel, self._free)))
             self._free, self._taken = self._taken, []
 
 

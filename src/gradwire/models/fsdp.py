@@ -109,7 +109,7 @@ class _Backward:
     def __init__(self, hook: ShardedHook) -> None:
         self._hook = weakref.ref(hook)
         self._seen: dict[int, int] = {}
-        self._pending: list[Future[Tensor]] = []
+        self._pending: list[tuple[Future[Tensor], int]] = []
         self._waits_at = NO_BACKWARD
         """The backward pass at whose end `finish` is called."""
 
@@ -123,12 +123,16 @@ class _Backward:
         if (hook := self._hook()) is not None:
             hook.begin_backward(index, first)
 
-    def defer(self, future: Future[Tensor]) -> None:
-        """Wait for a reduction at the end of the backward pass that this thread runs, or when there are too many."""
+    def defer(self, future: Future[Tensor], held_bytes: int) -> None:
+        """Wait for a reduction at the end of the backward pass that this thread runs, or when there are too many.
+
+        Until then it holds the gradients of its unit, which are `held_bytes`.
+        """
         if self._waits_at != (now := backward_id()):
             self._waits_at = now
             at_end_of_backward(self.finish)
-        self._pending.append(future)
+        self._pending.append((future, held_bytes))
+        self._count(held_bytes)
         self._wait(MOST_PENDING)
 
     def finish(self) -> None:
@@ -137,9 +141,14 @@ class _Backward:
 
     def _wait(self, most: int) -> None:
         while len(self._pending) > most:
-            oldest, hook = self._pending.pop(0), self._hook()
+            (oldest, held_bytes), hook = self._pending.pop(0), self._hook()
             if hook is not None:
                 hook.blocked("gradients", oldest.wait)
+            self._count(-held_bytes)
+
+    def _count(self, held_bytes: int) -> None:
+        if (hook := self._hook()) is not None:
+            hook.runner.meter.memory.add(held_bytes)
 
 
 class _Slot:
@@ -203,7 +212,7 @@ class _Slot:
         rows = input_tensor.view(size, -1)
         run = partial(hook.scatter, self._index, rows, output_tensor, self._names, alpha, plain)
         if late and isinstance(hook.exchange, Coded) and backward_id() != NO_BACKWARD:
-            self._backward.defer(run())
+            self._backward.defer(run(), input_tensor.nbytes)
         else:
             self._backward.finish()  # FSDP2 may add to a result that is not there yet
             hook.blocked("gradients", lambda: run().wait())
