@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -72,20 +71,38 @@ def test_resuming_on_the_same_mesh_is_exact(ranks: Ranks) -> None:
     assert resumed[1].steps == hook.steps == 6
 
 
-@on_ranks(4, specs=("int4:feedback=true,exempt=none", "powersgd:rank=1,min_compression=0.5"))
+HSDP = ("int4:feedback=true,exempt=none", "powersgd:rank=1,min_compression=0.5")
+
+
+@on_ranks(4, specs=HSDP)
 def test_resuming_hsdp_on_the_same_mesh_is_exact(ranks: Ranks) -> None:
-    model, hook, optimizer = build_hsdp(ranks, 2)
-    run(model, optimizer, ranks.rank, range(3))
-    torch.save(hook.state_dict(), ranks.folder / f"{ranks.rank}.pt")
-    again, other, optim = build_hsdp(ranks, 2)
-    with torch.no_grad():
-        for new, old in zip(again.parameters(), model.parameters(), strict=True):
-            new.copy_(old)
-    optim.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # it would share its tensors
-    other.load_state_dict(torch.load(ranks.folder / f"{ranks.rank}.pt"))
+    """Also with shards that are not even, and with a parameter that has had no gradient yet."""
+
+    def build_uneven() -> tuple[Any, Any, Any]:
+        module = seeded(models.Deep, 3, 17)
+        module.unused = seeded(models.Deep, 1, 17)
+        hook = gradwire.hsdp(module, mesh_2d(ranks, 2), units=module.layers, replicas=ranks.spec)
+        ranks.hooks.append(hook)
+        return module, hook, torch.optim.AdamW(module.layers.parameters(), lr=0.01)
+
+    def run_uneven(model: Any, optimizer: Any, steps: range) -> None:
+        for step in steps:
+            optimizer.zero_grad()
+            model(models.batch(ranks.rank, step, 17)).square().mean().backward()
+            optimizer.step()
+
+    own = f"rank{ranks.rank}"
+    model, hook, optimizer = build_uneven()
+    run_uneven(model, optimizer, range(3))
+    save(ranks.folder, model, hook, optimizer, own)
+    again, other, optim = build_uneven()
+    load(ranks.folder, again, other, optim, own)
     for each, opt in ((model, optimizer), (again, optim)):
-        run(each, opt, ranks.rank, range(3, 5))
+        run_uneven(each, opt, range(3, 5))
     assert same(weights(again), weights(model))
+    one, two = (each.state_dict()["replicas"]["memory"] for each in (hook, other))
+    assert bool(one) == ("powersgd" in ranks.spec)
+    assert all(same(one[name], two[name]) for name in one)
 
 
 @on_ranks(4)

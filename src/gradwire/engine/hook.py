@@ -92,6 +92,8 @@ class Hook:
         self._params = params
         self.replicated = params
         """What must be the same on all ranks, for `verify`: all parameters, those without a gradient too."""
+        self.checkpointed: Callable[[], Iterable[tuple[str, Tensor]]] | None = None
+        """What a checkpoint may hold state of, if its shapes are not those of `replicated`."""
         self.traced = traced
         self._unused = unused
         self._residuals = Residuals()
@@ -280,7 +282,9 @@ class Hook:
         """
         states: list[Any] = list(state) if isinstance(state, list | tuple) else [state]
         step, residuals = checkpoint.unpack(states, self.rank, self.size)
-        params = list(self.replicated())  # a parameter may have been frozen since, or be unfrozen later
+        params = list(
+            (self.checkpointed or self.replicated)()
+        )  # a parameter may have been frozen since, or be unfrozen later
         checkpoint.check_residuals(residuals, params)
         memory = checkpoint.copy_of(states[0]["memory"], self.device)
         checkpoint.check_names(memory, params)

@@ -72,10 +72,13 @@ def _merged(hook: Sharded, residuals: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _pack_replicas(hook: Sharded, replicas: Hook, merged: bool) -> dict[str, Any]:
     state = {**replicas.state_dict(), "shards": hook.size}
+    like = torch.zeros((), device=hook.device)
+    params = [(name, like.expand(shard.padded)) for name, shard in hook.shards.items() if shard.param.requires_grad]
     if replicas.exchange.takes_residual:
-        for name, shard in hook.shards.items():
-            if shard.param.requires_grad:
-                state["residuals"].setdefault(name, torch.zeros(shard.padded.numel(), device=hook.device))
+        for name, param in params:
+            state["residuals"].setdefault(name, torch.zeros(param.numel(), device=hook.device))
+    for name, kept in replicas.exchange.new_memory(params, hook.device).items():
+        state["memory"].setdefault(name, kept)
     if not merged:
         return sealed(state)
     whole = {name: _whole(hook.shards[name], part, hook.rank, hook.size) for name, part in state["residuals"].items()}

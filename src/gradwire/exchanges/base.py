@@ -28,7 +28,7 @@ from typing import ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from gradwire.exchanges.bucket import Bucket
+from gradwire.exchanges.bucket import Bucket, Memory
 from gradwire.exchanges.reference import Reference
 from gradwire.spec import changed, write
 
@@ -188,6 +188,13 @@ class Exchange(ABC):
     def check_memory(self, memory: Mapping[str, Mapping[str, Tensor]], params: Sequence[tuple[str, Tensor]]) -> None:
         """Raise StateError if `memory` (see `Bucket.memory`), read from a checkpoint, does not fit these parameters."""
         return
+
+    def new_memory(self, params: Sequence[tuple[str, Tensor]], device: torch.device) -> Memory:
+        """What `Bucket.memory` will hold for these parameters after a step, as zeros, which stand for nothing yet.
+
+        `torch.distributed.checkpoint` loads into tensors of the right shapes, so a new hook must know them.
+        """
+        return {}
 
     def warm_up(self, device: torch.device) -> None:
         """Use every kernel once, so that no training step waits for a compiler. Called at registration."""

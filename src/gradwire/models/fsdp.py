@@ -68,6 +68,7 @@ def attach_sharded(
         if replicas is not None and across is not None:
             hook.replicas = make_hook(replicas, across, device, chunk_bytes, _local_parameters(units))
             hook.replicas.replicated = _replicated(units)
+            hook.replicas.checkpointed = _local_parameters(units, frozen=True)
         install(hook, units)
     except BaseException:
         hook.close()
@@ -291,13 +292,13 @@ def _named_parameters(units: Sequence[Unit]) -> Callable[[], list[tuple[str, Ten
     return params
 
 
-def _local_parameters(units: Sequence[Unit]) -> Callable[[], list[tuple[str, Tensor]]]:
-    """The same as this rank's padded shards, which is what replicas average."""
+def _local_parameters(units: Sequence[Unit], frozen: bool = False) -> Callable[[], list[tuple[str, Tensor]]]:
+    """The same as this rank's padded shards, which is what replicas average. `frozen`: those without a gradient too."""
 
     def params() -> list[tuple[str, Tensor]]:
         like = torch.empty(0, device=units[0].device)
-        shards = [s for unit in units if unit.group is not None for s in shards_of(unit) if s.param.requires_grad]
-        return [(shard.name, local_param(shard, like)) for shard in shards]
+        shards = [shard for unit in units if unit.group is not None for shard in shards_of(unit)]
+        return [(shard.name, local_param(shard, like)) for shard in shards if frozen or shard.param.requires_grad]
 
     return params
 

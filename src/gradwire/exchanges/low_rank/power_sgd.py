@@ -24,7 +24,7 @@ from gradwire import kernels
 from gradwire.codecs import CODECS, Codec
 from gradwire.errors import SpecError, StateError
 from gradwire.exchanges.base import Comm, Exchange
-from gradwire.exchanges.bucket import Bucket, Segment
+from gradwire.exchanges.bucket import Bucket, Memory, Segment, segments_of
 from gradwire.exchanges.exact import exact_mean_
 from gradwire.exchanges.exempt import check_matches, check_pattern, is_exempt
 from gradwire.exchanges.feedback import working_copy
@@ -203,6 +203,18 @@ class LowRank(Exchange):
             raise StateError(
                 f"the checkpoint is of another rank or model; (rank, columns) by parameter: {'; '.join(wrong)}"
             )
+
+    def new_memory(self, params: Sequence[tuple[str, Tensor]], device: torch.device) -> Memory:
+        """Directions that are zero, and are replaced by random ones. With `batched` they depend on the buckets: none."""
+        if self.batched or not self.warm_start:
+            return {}
+        names, tensors = [name for name, _ in params], [param for _, param in params]
+        shapes = {segment.name: (segment, *shape_of(segment.param)) for segment in segments_of(tensors, names)}
+        return {
+            name: {self._directions.key: torch.zeros(min(self.rank, rows, cols), cols, device=device)}
+            for name, (segment, rows, cols) in shapes.items()
+            if self._is_worth(segment, rows, cols)
+        }
 
     def warm_up(self, device: torch.device) -> None:
         """Use every kernel once."""
