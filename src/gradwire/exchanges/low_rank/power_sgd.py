@@ -205,7 +205,7 @@ class LowRank(Exchange):
             )
 
     def new_memory(self, params: Sequence[tuple[str, Tensor]], device: torch.device) -> Memory:
-        """Directions that are zero, and are replaced by random ones. With `batched` they depend on the buckets: none."""
+        """Directions that are zero, which random ones replace. Those of `batched` depend on the buckets: none."""
         if self.batched or not self.warm_start:
             return {}
         names, tensors = [name for name, _ in params], [param for _, param in params]
