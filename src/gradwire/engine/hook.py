@@ -282,9 +282,8 @@ class Hook:
         """
         states: list[Any] = list(state) if isinstance(state, list | tuple) else [state]
         step, residuals = checkpoint.unpack(states, self.rank, self.size)
-        params = list(
-            (self.checkpointed or self.replicated)()
-        )  # a parameter may have been frozen since, or be unfrozen later
+        # All parameters: one may have been frozen since, or be unfrozen later.
+        params = list((self.checkpointed or self.replicated)())
         checkpoint.check_residuals(residuals, params)
         memory = checkpoint.copy_of(states[0]["memory"], self.device)
         checkpoint.check_names(memory, params)
