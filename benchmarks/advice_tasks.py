@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gradwire.tools.workload import Workload, WorkloadSettings
-from shaped import BATCH, LAYERS, WIDTH
+from rounds import BATCH, LAYERS, WIDTH
 
 
 class Task(Protocol):

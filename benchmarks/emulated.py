@@ -34,7 +34,7 @@ from gradwire.advisor import EmulatedLink, Link, predict_step, rehearse
 from gradwire.exchanges import EXCHANGES
 from gradwire.tools.launch.launch import Report, run_ranks
 from gradwire.tools.records.progress import progress
-from shaped import BATCH, LAYERS, WIDTH
+from rounds import BATCH, LAYERS, WIDTH
 
 CLOSE = 0.10
 """How far the emulated step may be from the shaped one."""

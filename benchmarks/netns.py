@@ -46,8 +46,11 @@ def check_usable() -> None:
 
 
 @contextmanager
-def hosts(count: int, rate: str | None) -> Iterator[list[str]]:
-    """Namespaces of `count` hosts that send at `rate` each (None: unshaped). Removed again whatever happens."""
+def hosts(count: int, rate: str | None, inside: str | None = None) -> Iterator[list[str]]:
+    """Namespaces of `count` hosts that send at `rate` each (None: unshaped). Removed again whatever happens.
+
+    `inside` is the rate between the processes of one host. The loopback interface carries both directions of it.
+    """
     check_usable()
     tag = f"gw{os.getpid()}"
     switch, names = f"{tag}-sw", [f"{tag}-{i}" for i in range(count)]
@@ -58,6 +61,7 @@ def hosts(count: int, rate: str | None) -> Iterator[list[str]]:
         _run(f"ip -n {switch} link set bridge up")
         for index, name in enumerate(names):
             _add_host(switch, name, index, rate)
+            _limit(name, "lo", inside)
         yield names
     finally:
         for name in (*names, switch):
@@ -79,9 +83,13 @@ def _add_host(switch: str, name: str, index: int, rate: str | None) -> None:
     _run(f"ip -n {name} link set {INTERFACE} up")
     _run(f"ip -n {name} link set lo up")
     _run(f"ip -n {name} route change 10.77.0.0/24 dev {INTERFACE} src 10.77.0.{index + 1} congctl {CONTROL}")
+    _limit(name, INTERFACE, rate)
+
+
+def _limit(name: str, interface: str, rate: str | None) -> None:
     if rate is not None:
         burst = BURST.get(rate, f"{max(int(bits_per_s(rate) / 8 / 250), 65536)}b")
-        _run(f"tc -n {name} qdisc add dev {INTERFACE} root tbf rate {rate} burst {burst} latency 200ms")
+        _run(f"tc -n {name} qdisc add dev {interface} root tbf rate {rate} burst {burst} latency 200ms")
 
 
 def _run(command: str, quiet: bool = False) -> None:

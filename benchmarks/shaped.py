@@ -13,23 +13,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
-import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.algorithms import ddp_comm_hooks as torch_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 import netns
+import rounds
 from gradwire.engine.fingerprint import fingerprint
+from rounds import BATCH, LAYERS, WIDTH
 
 OURS = (
     "exact",
@@ -54,10 +51,6 @@ RISKY = (
     "torch:BATCHED_POWER_SGD",
     "torch:BATCHED_POWER_SGD_RANK2",
 )
-PASSED_ON = ("rounds", "seconds", "bucket_mb")
-KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "1000000000", "MALLOC_TRIM_THRESHOLD_": "2000000000"}
-"""For every hook alike: glibc's own habit depends on what was freed before, and moves a step by 10% either way."""
-LAYERS, WIDTH, BATCH = 8, 1024, 64
 ONE_BUCKET = 1000
 """With buckets of so many MB the whole model is one: where torch's PowerSGD works on gloo."""
 
@@ -66,7 +59,7 @@ def main() -> None:
     """Launch the cells, or be one rank of one."""
     args = parse_args()
     if args.rank is not None:
-        run_rank(args)
+        rounds.run_rank(args, Run)
         return
     netns.check_usable()
     records = []
@@ -87,122 +80,45 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--hooks", nargs="+", default=[*SAFE, *OURS])
     parser.add_argument("--risky", nargs="*", default=list(RISKY), help="hooks that get processes of their own")
     parser.add_argument("--bucket-mb", type=float, help="DDP's bucket_cap_mb, for every hook without its own")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=2.0, help="time a hook gets in a round")
-    parser.add_argument("--out", help="JSON lines")
-    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--job", help=argparse.SUPPRESS)
+    rounds.add_arguments(parser, rounds=7)
     return parser.parse_args()
 
 
 def run_cell(ranks: int, rate: str | None, args: argparse.Namespace) -> list[dict]:
     """All hooks on `ranks` hosts at `rate`."""
     with netns.hosts(ranks, rate) as names:
-        records = launch(names, args.hooks, args, limit_s=1800)
+        settings = {"rounds": args.rounds, "seconds": args.seconds, "bucket_mb": args.bucket_mb}
+        records = rounds.launch(names, args.hooks, settings, 1800, __file__)
         for hook in args.risky:
-            records += launch(names, [hook], args, limit_s=90)
+            records += rounds.launch(names, [hook], settings, 90, __file__)
     return [{"ranks": ranks, "rate": rate, "bucket_mb": args.bucket_mb, **record} for record in records]
-
-
-def launch(
-    names: list[str],
-    hooks: list[str],
-    args: argparse.Namespace,
-    limit_s: float,
-    script: str = __file__,
-    passed_on: tuple[str, ...] = PASSED_ON,
-) -> list[dict]:
-    """One process a name; what rank 0 measured, or what became of it."""
-    with tempfile.TemporaryDirectory() as folder:
-        job = Path(folder, "job.json")
-        settings = {"hooks": hooks, "ranks": len(names)} | {key: getattr(args, key) for key in passed_on}
-        job.write_text(json.dumps(settings))
-        processes = [start_rank(name, rank, job, script) for rank, name in enumerate(names)]
-        try:
-            deadline = time.monotonic() + limit_s
-            texts = [process.communicate(timeout=max(deadline - time.monotonic(), 0.1))[0] for process in processes]
-        except subprocess.TimeoutExpired:
-            return [{"hook": hook, "failed": f"hangs (stopped after {limit_s:.0f} s)"} for hook in hooks]
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-        if any(process.returncode for process in processes):
-            text = next((text for text, process in zip(texts, processes, strict=True) if process.returncode), "")
-            codes = {process.returncode for process in processes} - {0}
-            return [{"hook": hook, "failed": f"exit code {min(codes)}: {last_line(text)}"} for hook in hooks]
-        return [json.loads(line) for line in Path(folder, "records.jsonl").read_text().splitlines()]
-
-
-def start_rank(name: str, rank: int, job: Path, script: str) -> subprocess.Popen[str]:
-    """A rank in its namespace, on one core."""
-    command = [*netns.on_host(name, rank), sys.executable, script]
-    env = {**os.environ, **KEEP_MEMORY, "GLOO_SOCKET_IFNAME": netns.INTERFACE, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [*command, "--rank", str(rank), "--job", str(job)],
-        env=env,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-
-
-def last_line(text: str) -> str:
-    """The line that says what went wrong."""
-    lines = [line.strip() for line in text.splitlines() if "Error" in line or "what():" in line or "mismatch" in line]
-    return (lines or ["no message"])[-1][:160]
 
 
 # -- one rank --------------------------------------------------------------------------------------------------------
 
 
-def run_rank(args: argparse.Namespace) -> None:
-    """Measure every hook in turn, round after round."""
-    job = json.loads(Path(args.job).read_text())
-    store = Path(args.job).with_name("store")
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=args.rank, world_size=job["ranks"])
-    runs = [Run(hook, job["bucket_mb"]) for hook in job["hooks"]]
-    for run in runs:
-        run.prepare(job["seconds"])
-    for _ in range(job["rounds"]):
-        for run in runs:
-            run.measure()
-    if args.rank == 0:
-        text = "".join(json.dumps(run.record()) + "\n" for run in runs)
-        Path(args.job).with_name("records.jsonl").write_text(text)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-class Run:
+class Run(rounds.Run):
     """One hook on a model of its own."""
 
-    def __init__(self, name: str, bucket_mb: float | None) -> None:
-        self.name, self.failed = name, None
+    def __init__(self, name: str, job: dict) -> None:
+        super().__init__(name)
         hook, _, own_mb = name.partition("@")
-        bucket_mb = float(own_mb) if own_mb else bucket_mb
+        bucket_mb = float(own_mb) if own_mb else job["bucket_mb"]
         if bucket_mb is not None and bucket_mb >= ONE_BUCKET:  # DDP's first bucket is a small one otherwise
             dist._DEFAULT_FIRST_BUCKET_BYTES = 1 << 40
-        torch.manual_seed(0)
-        layers = [nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
-        self.model = DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=bucket_mb)
+        self.model = DistributedDataParallel(rounds.mlp(), bucket_cap_mb=bucket_mb)
         torch.manual_seed(1 + dist.get_rank())
         self.data = torch.randn(BATCH, WIDTH)
-        self.times: list[float] = []
-        self.sent: list[float] = []
-        self.error, self.identical, self.steps = None, None, 1
+        self.identical: bool | None = None
         self.state = None
         try:
             self.state = register(self.model, hook)
         except Exception as error:
             self.failed = f"refused: {type(error).__name__}: {error}"
 
-    def prepare(self, seconds: float) -> None:
-        """Warm up, measure the error of the mean, and fit the number of steps to the time there is."""
-        if self.failed:
-            return
-        for _ in range(2):
-            self.step()
+    def warm_up(self) -> None:
+        """Two steps; then the error of the mean is measured."""
+        super().warm_up()
         mean = self.exact_mean()
         self.step()
         grads = torch.cat([param.grad.flatten() for param in self.model.parameters()]).double()
@@ -210,7 +126,6 @@ class Run:
         prints = [torch.zeros_like(fingerprint(grads)) for _ in range(dist.get_world_size())]
         dist.all_gather(prints, fingerprint(grads))
         self.identical = len({int(value) for value in prints}) == 1
-        self.steps = max(1, min(40, int(seconds / self.timed(2)[0])))
 
     def exact_mean(self) -> torch.Tensor:
         """The mean of the local gradients, in float64."""
@@ -225,35 +140,9 @@ class Run:
         self.model.zero_grad()
         self.model(self.data).square().mean().backward()
 
-    def timed(self, steps: int) -> tuple[float, float]:
-        """Seconds and sent bytes a step; the slowest rank counts."""
-        dist.barrier()
-        sent, began = sent_bytes(), time.perf_counter()
-        for _ in range(steps):
-            self.step()
-        ended = torch.tensor(time.perf_counter() - began)
-        dist.all_reduce(ended, dist.ReduceOp.MAX)  # behind it the last bytes have left, too
-        return float(ended) / steps, (sent_bytes() - sent) / steps
-
-    def measure(self) -> None:
-        """One round."""
-        if not self.failed:
-            seconds, moved = self.timed(self.steps)
-            self.times.append(seconds)
-            self.sent.append(moved)
-
-    def record(self) -> dict:
-        """What goes into the file."""
-        if self.failed:
-            return {"hook": self.name, "failed": self.failed}
-        return {
-            "hook": self.name,
-            "step_ms": [1e3 * value for value in self.times],
-            "sent_mb": statistics.median(self.sent) / 1e6,
-            "error": self.error,
-            "identical": self.identical,
-            "kept_mb": kept_bytes(self.state) / 1e6,
-        }
+    def details(self) -> dict:
+        """Whether all ranks got the same bits, and what the hook keeps."""
+        return {"identical": self.identical, "kept_mb": kept_bytes(self.state) / 1e6}
 
 
 def register(model: DistributedDataParallel, name: str) -> object:
@@ -279,11 +168,6 @@ def kept_bytes(state: object) -> int:
         dicts = (getattr(state, name, {}) for name in ("error_dict", "p_memory_dict", "q_memory_dict"))
         kept = [tensor for own in dicts for tensor in own.values()]
     return sum(tensor.numel() * tensor.element_size() for tensor in kept)
-
-
-def sent_bytes() -> int:
-    """The interface's own counter."""
-    return int(Path(f"/sys/class/net/{netns.INTERFACE}/statistics/tx_bytes").read_text())
 
 
 # -- the table -------------------------------------------------------------------------------------------------------

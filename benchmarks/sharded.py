@@ -1,12 +1,15 @@
-"""Step time, bytes and error of FSDP2 and HSDP on shaped hosts, next to plain FSDP2. Needs root.
+"""Step time, bytes, memory and error of FSDP2 and HSDP on shaped hosts, next to plain FSDP2. Needs root.
 
-    python benchmarks/sharded.py --ranks 2 4 --rates 100mbit 1gbit --models mlp gpt
-    python benchmarks/sharded.py --hsdp --rates 100mbit
+    python benchmarks/sharded.py --ranks 2 4 --rates 100mbit 1gbit --models mlp gpt --out fsdp2.jsonl
+    python benchmarks/sharded.py --hsdp --rates 100mbit --inside 10gbit --out hsdp.jsonl
 
 A name is a spec and, after a slash, what parameters are gathered with: int8/bf16. `plain` is FSDP2 without gradwire, in
 float32, and `plain-bf16` the same with parameters and reductions in bfloat16. With --hsdp there are two nodes of two
-ranks, which share the node's link; inside a node nothing is shaped. There a name is the spec of the replicas, and
-`plain` is FSDP2's own HSDP. All names run in the same processes, one after the other, round after round.
+ranks: what leaves a node goes through its link of `--rates`, and what stays inside through one of `--inside`. There a
+name is the spec of the replicas, and `plain` is FSDP2's own HSDP.
+
+All names run in the same processes, by turns. How many times as fast as `plain` a name is, is the median over the
+rounds of the ratio within a round, with the smallest and the largest one. The tables are Markdown.
 """
 
 from __future__ import annotations
@@ -15,7 +18,6 @@ import argparse
 import itertools
 import json
 import statistics
-import time
 from pathlib import Path
 from typing import Any
 
@@ -27,28 +29,28 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import gradwire
 import netns
-import shaped
+import rounds
 from gradwire.tools.workload import Workload, WorkloadSettings
 
 NAMES = ("plain", "plain-bf16", "exact", "bf16/bf16", "int8", "int8/bf16", "int8/int8", "int4/int8")
 REPLICAS = ("plain", "exact", "bf16", "int8", "int4", "powersgd:rank=4")
-LAYERS, WIDTH, BATCH = 8, 1024, 64
-PASSED_ON = ("rounds", "seconds", "hsdp", "model")
+LIMIT_S = 3600
 
 
 def main() -> None:
     """Launch the cells, or be one rank of one."""
     args = parse_args()
     if args.rank is not None:
-        run_rank(args)
+        rounds.run_rank(args, Run)
         return
     netns.check_usable()
     records: list[dict] = []
     for model, ranks, rate in itertools.product(args.models, [4] if args.hsdp else args.ranks, args.rates):
-        args.model = model
-        records += run_cell(ranks, rate, args)
-    if args.out:
-        Path(args.out).write_text("".join(json.dumps(record) + "\n" for record in records))
+        cell = run_cell(ranks, rate, model, args)
+        print(table(cell, title(ranks, rate, model, args)), flush=True)
+        records += [{"ranks": ranks, "rate": rate, "model": model, "hsdp": args.hsdp, **row} for row in cell]
+        if args.out:
+            Path(args.out).write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
 def parse_args() -> argparse.Namespace:
@@ -59,89 +61,78 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=["mlp", "gpt"], default=["mlp", "gpt"])
     parser.add_argument("--names", nargs="+")
     parser.add_argument("--hsdp", action="store_true", help="two nodes of two ranks")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=2.0, help="time a name gets in a round")
-    parser.add_argument("--out", help="JSON lines")
-    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--job", help=argparse.SUPPRESS)
+    parser.add_argument("--inside", default="10gbit", help="with --hsdp: the link inside a node, or none")
+    rounds.add_arguments(parser, rounds=5)
     return parser.parse_args()
 
 
-def run_cell(ranks: int, rate: str, args: argparse.Namespace) -> list[dict]:
+def run_cell(ranks: int, rate: str, model: str, args: argparse.Namespace) -> list[dict]:
     """All names on `ranks` hosts, or on two hosts of two ranks, at `rate`."""
     names = args.names or (REPLICAS if args.hsdp else NAMES)
-    with netns.hosts(2 if args.hsdp else ranks, None if rate == "none" else rate) as hosts:
+    settings = {"rounds": args.rounds, "seconds": args.seconds, "hsdp": args.hsdp, "model": model}
+    inside = args.inside if args.hsdp and args.inside != "none" else None
+    with netns.hosts(2 if args.hsdp else ranks, None if rate == "none" else rate, inside) as hosts:
         places = [host for host in hosts for _ in range(ranks // len(hosts))]
-        cell = shaped.launch(places, list(names), args, 1800, __file__, PASSED_ON)
-    where = "2 hosts of 2 ranks" if args.hsdp else f"{ranks} hosts"
-    print(f"\n{where}, {rate}, {args.model}")
-    print(f"{'name':<18}{'step ms':>9}  {'min-max':<13}{'vs plain':>9}{'MB sent':>9}{'error':>9}")
-    base = next(
-        (statistics.median(row["step_ms"]) for row in cell if row["hook"] == "plain" and "step_ms" in row), None
-    )
-    for row in cell:
-        print(f"{row['hook']:<18}{row['failed']}" if "failed" in row else line(row, base), flush=True)
-    return [{"ranks": ranks, "rate": rate, "model": args.model, "hsdp": args.hsdp, **row} for row in cell]
+        return rounds.launch(places, names, settings, LIMIT_S, __file__)
 
 
-def line(row: dict, base: float | None) -> str:
-    """One name of the table."""
-    step = statistics.median(row["step_ms"])
-    spread = f"{min(row['step_ms']):.0f}-{max(row['step_ms']):.0f}"
-    faster = "-" if base is None else f"{base / step:.2f}"
+# -- the table -------------------------------------------------------------------------------------------------------
+
+
+def title(ranks: int, rate: str, model: str, args: argparse.Namespace) -> str:
+    """What a table is about."""
+    where = f"2 hosts of 2 ranks, {args.inside} inside, {rate} across" if args.hsdp else f"{ranks} hosts, {rate}"
+    return f"### {where}, {model}"
+
+
+def table(cell: list[dict], heading: str) -> str:
+    """One cell as Markdown."""
+    base = next((row for row in cell if row["hook"] == "plain"), None)
+    lines = [f"\n{heading}\n", "| name | step, ms | times as fast as plain | MB sent | error | waits, ms | peak MB |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    lines += [f"| `{row['hook']}` | {row['failed']} |" if "failed" in row else line(row, base) for row in cell]
+    return "\n".join(lines)
+
+
+def line(row: dict, base: dict | None) -> str:
+    """One name of the table. It waits for gradients, parameters and replicas."""
+    step = f"{rounds.median_ms(row):.1f} ({min(row['step_ms']):.1f}-{max(row['step_ms']):.1f})"
+    ratios = rounds.faster(row, base)
+    faster = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})" if ratios else "-"
     error = "-" if row["error"] is None else f"{row['error']:.1e}"
-    return f"{row['hook']:<18}{step:>9.1f}  {spread:<13}{faster:>9}{row['sent_mb']:>9.2f}{error:>9}"
+    waits = " + ".join(f"{value:.1f}" for value in row["wait_ms"].values()) or "-"
+    peak = f"{row['peak_mb'] + row['residual_mb']:.2f}"
+    return f"| `{row['hook']}` | {step} | {faster} | {row['sent_mb']:.2f} | {error} | {waits} | {peak} |"
 
 
 # -- one rank --------------------------------------------------------------------------------------------------------
 
 
-def run_rank(args: argparse.Namespace) -> None:
-    """Measure every name in turn, round after round."""
-    job = json.loads(Path(args.job).read_text())
-    store = Path(args.job).with_name("store")
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=args.rank, world_size=job["ranks"])
-    runs = [Run(name, job) for name in job["hooks"]]
-    exact = runs[0].gradient() if job["hooks"][0] == "plain" else None
-    for run in runs:
-        run.prepare(job["seconds"], exact)
-    for _ in range(job["rounds"]):
-        for run in runs:
-            seconds, moved = run.timed(run.steps)
-            run.times.append(seconds)
-            run.sent.append(moved)
-    if args.rank == 0:
-        text = "".join(json.dumps(run.record()) + "\n" for run in runs)
-        Path(args.job).with_name("records.jsonl").write_text(text)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-class Run:
+class Run(rounds.Run):
     """One name on a model of its own."""
 
+    exact: torch.Tensor | None = None
+    """The gradient with plain FSDP2, if that is the first name."""
+
     def __init__(self, name: str, job: dict) -> None:
-        self.name, self.times, self.sent, self.steps = name, list[float](), list[float](), 1
-        self.error: float | None = None
+        super().__init__(name)
         self.work = Workload(WorkloadSettings(), seed=0, rank=dist.get_rank(), size=dist.get_world_size())
-        torch.manual_seed(0)
-        mlp = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
-        self.model: Any = mlp if job["model"] == "mlp" else self.work.model()
-        units = list(self.model if job["model"] == "mlp" else self.model.blocks)
+        is_mlp = job["model"] == "mlp"
+        self.model: Any = rounds.mlp() if is_mlp else self.work.model()
+        units = list(self.model if is_mlp else self.model.blocks)
         torch.manual_seed(1 + dist.get_rank())
-        self.data = torch.randn(BATCH, WIDTH) if job["model"] == "mlp" else self.work.batch(0)
+        self.data = torch.randn(rounds.BATCH, rounds.WIDTH) if is_mlp else self.work.batch(0)
         self.hook = (self.build_hsdp if job["hsdp"] else self.build)(units)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
 
     def build(self, units: list[nn.Module]) -> Any:
-        """FSDP2 over all ranks, with forward prefetching, which FSDP2 alone cannot use on the CPU."""
+        """FSDP2 over all ranks, with prefetching, which FSDP2 alone cannot use on the CPU, where its gathers block."""
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
         policy = bf16 if self.name == "plain-bf16" else MixedPrecisionPolicy()
         for unit in (*units, self.model):
             fully_shard(unit, mesh=mesh, mp_policy=policy)
-        for unit, following in itertools.pairwise(units):
-            unit.set_modules_to_forward_prefetch([following])
+        prefetch(self.model, units)
         spec, _, gather = self.name.partition("/")
         return None if spec.startswith("plain") else gradwire.register(self.model, spec, gather=gather or None)
 
@@ -154,13 +145,20 @@ class Run:
             fully_shard(unit, mesh=mesh)
         return None
 
-    def prepare(self, seconds: float, exact: torch.Tensor | None) -> None:
-        """Warm up, measure the error of the gradient, and fit the number of steps to the time there is."""
-        for _ in range(2):
-            self.step()
-        if exact is not None:
-            self.error = float((self.gradient() - exact).norm() / exact.norm())
-        self.steps = max(1, min(40, int(seconds / self.timed(2)[0])))
+    def warm_up(self) -> None:
+        """Two steps; then the error of the gradient is measured."""
+        super().warm_up()
+        gradient = self.gradient()
+        if self.name == "plain":
+            Run.exact = gradient
+        elif Run.exact is not None:
+            self.error = float((gradient - Run.exact).norm() / Run.exact.norm())
+
+    def fit(self, seconds: float) -> None:
+        """Statistics are those of the rounds."""
+        super().fit(seconds)
+        if self.hook is not None:
+            self.hook.reset_stats()
 
     def gradient(self) -> torch.Tensor:
         """The whole gradient of one batch."""
@@ -170,33 +168,32 @@ class Run:
     def step(self) -> None:
         """Forward, backward and an optimizer step that changes nothing."""
         self.optimizer.zero_grad()
-        loss = self.model(self.data).square().mean() if self.data.is_floating_point() else self.loss()
-        loss.backward()
+        if self.data.is_floating_point():
+            self.model(self.data).square().mean().backward()
+        else:
+            self.work.loss(self.model, self.data).backward()
         self.optimizer.step()
 
-    def loss(self) -> torch.Tensor:
-        """That of the built-in GPT."""
-        return self.work.loss(self.model, self.data)
-
-    def timed(self, steps: int) -> tuple[float, float]:
-        """Seconds and sent bytes a step; the slowest rank counts."""
-        dist.barrier()
-        sent, began = shaped.sent_bytes(), time.perf_counter()
-        for _ in range(steps):
-            self.step()
-        ended = torch.tensor(time.perf_counter() - began)
-        dist.all_reduce(ended, dist.ReduceOp.MAX)
-        return float(ended) / steps, (shaped.sent_bytes() - sent) / steps
-
-    def record(self) -> dict:
-        """What goes into the file."""
+    def details(self) -> dict:
+        """Where the model waited, and the memory that the hook took at most."""
+        if self.hook is None:
+            return {"wait_ms": {}, "residual_mb": 0.0, "peak_mb": 0.0, "parts": {}}
+        parts = {name: part.as_dict() for name, part in self.hook.stats_by_part().items()}
         return {
-            "hook": self.name,
-            "step_ms": [1e3 * value for value in self.times],
-            "sent_mb": statistics.median(self.sent) / 1e6,
-            "error": self.error,
-            "residual_mb": getattr(self.hook, "residual_bytes", 0) / 1e6,
+            "wait_ms": {name: 1e3 * part["wait_s"] for name, part in parts.items()},
+            "residual_mb": self.hook.residual_bytes / 1e6,
+            "peak_mb": self.hook.stats().peak_bytes / 1e6,
+            "parts": parts,
         }
+
+
+def prefetch(model: Any, units: list[Any]) -> None:
+    """Gather the parameters of two modules ahead, forward and backward."""
+    model.set_modules_to_forward_prefetch(units[:2])
+    model.set_modules_to_backward_prefetch(units[::-1][:2])
+    for place, unit in enumerate(units):
+        unit.set_modules_to_forward_prefetch(units[place + 1 : place + 3])
+        unit.set_modules_to_backward_prefetch(units[max(place - 2, 0) : place][::-1])
 
 
 if __name__ == "__main__":

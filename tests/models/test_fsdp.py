@@ -412,6 +412,33 @@ def test_a_reduction_is_waited_for_at_the_end_of_backward_unless_somebody_reads_
     assert all(torch.equal(*pair) for pair in zip(seen, local, strict=True))
 
 
+@on_ranks(4, specs=("exact", "int8"))
+def test_averages_across_replicas_are_waited_for_at_the_end_of_backward(ranks: Ranks) -> None:
+    """Those of all layers but the first go on beside the backward pass, and so do the reductions before them."""
+    module = seeded(models.Deep)
+    hook = gradwire.hsdp(module, mesh_2d(ranks, 2), ranks.spec, units=module.layers, replicas="int8")
+    ranks.hooks.append(hook)
+    wanted = train(module, ranks.rank, 1)[0]
+    again = seeded(models.Deep)
+    other = gradwire.hsdp(again, mesh_2d(ranks, 2), ranks.spec, units=again.layers, replicas="int8")
+    ranks.hooks.append(other)
+    reached, jobs, in_time = threading.Event(), other.replicas._jobs, list[bool]()  # type: ignore[attr-defined]
+
+    def held(job: Any, comm: Any) -> None:
+        in_time.append(reached.wait(30.0))
+        job(comm)
+
+    other.replicas._jobs = lambda *args: [partial(held, job) for job in jobs(*args)]  # type: ignore[attr-defined]
+
+    def watch(layer: Any, inputs: Any, out: torch.Tensor) -> None:
+        out.register_hook(lambda grad: reached.set())
+
+    again.layers[0].register_forward_hook(watch)
+    assert same(train(again, ranks.rank, 1)[0], wanted)
+    assert in_time == [True] * 3
+    other.verify()
+
+
 @on_ranks(2)
 def test_an_error_in_an_exchange_is_raised_by_backward_on_all_ranks(ranks: Ranks) -> None:
     model = deep(ranks)

@@ -141,18 +141,23 @@ class Unit:
         unused = self.group.reduce_scatter_unused_params
         return tuple(name for name, param in zip(self.names, self.params, strict=True) if _has_gradient(param, unused))
 
-    def uses_result_late(self, names: Sequence[str], dtype: torch.dtype, op: Any) -> bool:
-        """Whether the result of a reduce-scatter may be there as late as the end of the backward pass.
+    def uses_result_late(self, names: Sequence[str], dtype: torch.dtype, hook: object) -> bool:
+        """Whether the reduced gradients may be there as late as the end of the backward pass.
 
-        FSDP2 makes the sharded gradients views of it. It reads the values at once where it converts or divides them,
-        adds them to gradients that are there already, copies them to another device, or calls hooks of the user.
+        FSDP2 makes the sharded gradients views of the result. It reads the values at once where it converts or divides
+        them, adds them to gradients that are there already, copies them to another device, or calls hooks of the user.
+        `hook` is the all-reduce hook that does not, if any.
         """
-        if op == dist.ReduceOp.SUM or self.group._all_reduce_hook is not None:
+        if self.group._all_reduce_hook not in (None, hook) or self._divides_afterwards(dtype):
             return False
         chosen = [param for name, param in zip(self.names, self.params, strict=True) if name in set(names)]
         return all(
             param.orig_dtype == dtype and param.sharded_param.grad is None and not _has_hooks(param) for param in chosen
         )
+
+    def _divides_afterwards(self, dtype: torch.dtype) -> bool:
+        """Whether FSDP2 divides the result itself, as it does to avoid an overflow, or if it was told to add only."""
+        return dtype not in (torch.float32, torch.bfloat16) or bool(self.group.force_sum_reduction_for_comms)
 
     def before_reduction(self, call: Callable[[], None]) -> Callable[[], None]:
         """Call `call` whenever the unit's backward pass has ended, before it reduces; the result undoes it."""

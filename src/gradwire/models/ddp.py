@@ -241,7 +241,10 @@ def make_runner(group: dist.ProcessGroup, device: torch.device) -> Runner:
             raise RegisterError(f"an emulated link slows down CPU models only, and this one is on {device.type!r}")
         return StreamRunner(group, device)
     counter = _engines_made.setdefault(group, itertools.count())
-    timeout = timeout_of(group, device)
+    try:
+        timeout = timeout_of(group, device)
+    except RuntimeError as error:  # such as torch's "threaded", for tests with ranks in one process
+        raise RegisterError(f"gradwire needs a process group with gloo or NCCL, not this one: {error}") from None
     lanes = Lanes(store_of(group), group.rank(), group.size(), timeout, name=str(next(counter)))  # type: ignore[call-overload]
     return LaneRunner(lanes)
 

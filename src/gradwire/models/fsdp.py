@@ -9,6 +9,7 @@ reduce-scatter is waited for at the end of the backward pass, unless FSDP2 reads
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -104,13 +105,25 @@ MOST_PENDING = 2
 """How many reductions may be under way while the backward pass goes on. Each one keeps its unit's gradients."""
 
 
+@dataclass(slots=True)
+class _Pending:
+    """A reduction that is under way."""
+
+    future: Future[Tensor]
+    held_bytes: int
+    then: Callable[[], Future[Tensor]] | None = None
+    """Begins the average of its result across replicas."""
+
+
 class _Backward:
     """Tells where a step begins: when a unit reduces again, in another backward pass. Waits where a pass ends."""
 
     def __init__(self, hook: ShardedHook) -> None:
         self._hook = weakref.ref(hook)
         self._seen: dict[int, int] = {}
-        self._pending: list[tuple[Future[Tensor], int]] = []
+        self._pending: list[_Pending] = []
+        self._averages: list[Future[Tensor]] = []
+        """Averages across replicas that are under way."""
         self._waits_at = NO_BACKWARD
         """The backward pass at whose end `finish` is called."""
 
@@ -129,23 +142,43 @@ class _Backward:
 
         Until then it holds the gradients of its unit, which are `held_bytes`.
         """
-        if self._waits_at != (now := backward_id()):
-            self._waits_at = now
-            at_end_of_backward(self.finish)
-        self._pending.append((future, held_bytes))
+        self._finish_later()
+        self._pending.append(_Pending(future, held_bytes))
         self._count(held_bytes)
         self._wait(MOST_PENDING)
+
+    def defer_average(self, begin: Callable[[], Future[Tensor]]) -> None:
+        """Average across replicas once the last reduction is over, and wait for it at the end of the backward pass.
+
+        All ranks begin their averages in the same order: that of the reductions.
+        """
+        self._finish_later()
+        if self._pending:
+            self._pending[-1].then = begin
+        else:
+            self._averages.append(begin())
 
     def finish(self) -> None:
         """Wait for everything that is under way."""
         self._wait(0)
+        while self._averages:
+            average, hook = self._averages.pop(0), self._hook()
+            if hook is not None:
+                hook.blocked("replicas", average.wait)
+
+    def _finish_later(self) -> None:
+        if self._waits_at != (now := backward_id()):
+            self._waits_at = now
+            at_end_of_backward(self.finish)
 
     def _wait(self, most: int) -> None:
         while len(self._pending) > most:
-            (oldest, held_bytes), hook = self._pending.pop(0), self._hook()
+            oldest, hook = self._pending.pop(0), self._hook()
             if hook is not None:
-                hook.blocked("gradients", oldest.wait)
-            self._count(-held_bytes)
+                hook.blocked("gradients", oldest.future.wait)
+            self._count(-oldest.held_bytes)
+            if oldest.then is not None:
+                self._averages.append(oldest.then())
 
     def _count(self, held_bytes: int) -> None:
         if (hook := self._hook()) is not None:
@@ -160,6 +193,7 @@ class _Slot:
         self._names: tuple[str, ...] = unit.names
         self._own_gather, self._own_scatter, _ = unit.comms
         self._partial: Tensor | None = None
+        self._average = self.average  # one object, by which the unit's hook can be recognised
         self._row = tuple(hook.shards[name].segment for name in unit.names)
         self._undo: Callable[[], None] = lambda: None
 
@@ -169,7 +203,7 @@ class _Slot:
         module.set_custom_all_gather(Gather(self.gather, self._own_gather))
         module.set_custom_reduce_scatter(Scatter(self.scatter, self._own_scatter))
         if self._hook.replicas is not None:
-            module.set_all_reduce_hook(self.average)
+            module.set_all_reduce_hook(self._average)
         self._undo = self._unit.before_reduction(self._before)
 
     def remove(self) -> None:
@@ -209,14 +243,27 @@ class _Slot:
                 input_tensor.mul_(alpha)
             self._own_scatter(output_tensor, input_tensor, group, dist.ReduceOp.SUM if is_premultiplied(op) else op)
 
-        late = self._unit.uses_result_late(self._names, output_tensor.dtype, op) and hook.device.type == "cpu"
         rows = input_tensor.view(size, -1)
         run = partial(hook.scatter, self._index, rows, output_tensor, self._names, alpha, plain)
-        if late and isinstance(hook.exchange, Coded) and backward_id() != NO_BACKWARD:
+        late = self._is_late(output_tensor)
+        if late and isinstance(hook.exchange, Coded):
             self._backward.defer(run(), input_tensor.nbytes)
-        else:
+            return
+        if not late:
             self._backward.finish()  # FSDP2 may add to a result that is not there yet
-            hook.blocked("gradients", lambda: run().wait())
+        hook.blocked("gradients", lambda: run().wait())
+
+    def _is_late(self, reduced: Tensor) -> bool:
+        """Whether the reduced gradients are first read at the end of the backward pass."""
+        if self._hook.device.type != "cpu" or backward_id() == NO_BACKWARD:
+            return False
+        if self._hook.replicas is not None and not self._averages_at_once():
+            return False
+        return self._unit.uses_result_late(self._names, reduced.dtype, self._average)
+
+    def _averages_at_once(self) -> bool:
+        """Whether the average across replicas neither is put off nor needs work afterwards."""
+        return self._unit.all_reduces and self._partial is None and not self._unit.divides_by_itself
 
     def average(self, reduced: Tensor) -> None:
         """Average the unit's shard across the replicas."""
@@ -231,6 +278,10 @@ class _Slot:
             self._partial = None
         bucket = Bucket(self._index, reduced, self._local_row(reduced), is_last=False)
         replicas.begin(bucket, first=replicas.steps < self._hook.steps)
+        if self._is_late(reduced):
+            self._backward.defer_average(partial(replicas.mean, bucket))
+            return
+        self._backward.finish()
         self._hook.blocked("replicas", lambda: replicas.mean(bucket).wait())
         if self._unit.divides_by_itself:  # the factor divides the sum over all ranks, as with a native 2-D mesh
             reduced.mul_(replicas.size)
