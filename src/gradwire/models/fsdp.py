@@ -64,7 +64,7 @@ def attach_sharded(
         params=_named_parameters(units),
         requested=describe(exchange, gather, replicas),
     )
-    hook.plain_passes = 2 if backend_name(group, device) == "gloo" else 1
+    hook.plain_passes = 2 if hook.size > 1 and backend_name(group, device) == "gloo" else 1
     try:
         if replicas is not None and across is not None:
             hook.replicas = make_hook(replicas, across, device, chunk_bytes, _local_parameters(units))
