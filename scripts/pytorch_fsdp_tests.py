@@ -25,7 +25,7 @@ from typing import Any
 
 FOLDER = Path("test", "distributed", "_composable", "fsdp")
 RANKS = 2
-TIMEOUT_S = 120
+TIMEOUT_S = 300
 RESULTS = "GRADWIRE_FSDP_TESTS"
 """The environment variable with the file that takes the results, a line of JSON each."""
 REGISTERS = "GRADWIRE_FSDP_TESTS_REGISTER"
