@@ -157,7 +157,8 @@ class Unit:
 
     def _divides_afterwards(self, dtype: torch.dtype) -> bool:
         """Whether FSDP2 divides the result itself, as it does to avoid an overflow, or if it was told to add only."""
-        return dtype not in (torch.float32, torch.bfloat16) or bool(getattr(self.group, "force_sum_reduction_for_comms", False))
+        adds_only = getattr(self.group, "force_sum_reduction_for_comms", False)
+        return dtype not in (torch.float32, torch.bfloat16) or bool(adds_only)
 
     def before_reduction(self, call: Callable[[], None]) -> Callable[[], None]:
         """Call `call` whenever the unit's backward pass has ended, before it reduces; the result undoes it."""
