@@ -6,7 +6,7 @@
 read, and nothing is copied. Their requirements (expecttest, hypothesis) can be in another folder, `--tools`.
 
 The tests are made for GPUs. Here they get two ranks on gloo, and decorators that ask for GPUs let them through. So many
-fail or are skipped with plain torch: those that need streams, NCCL or more ranks. What counts is that a test that passes
+fail or are skipped with plain torch: those that need streams, NCCL or more ranks. What counts is that one that passes
 with plain torch also passes when every model with `fully_shard` is given `gradwire.register(model, "exact")` before its
 first forward pass. Where that refuses a model, as for a native 2-D mesh, the test runs as it is, and is counted as
 refused.
