@@ -12,8 +12,8 @@ A collective is over when its bytes have left, its hops are done and its CPU wor
 Chunks use these resources as in the engine (`runner.py`, `lanes.py`): they start in order as buckets get ready, and the
 k-th collective of a chunk is issued after the k-th collective of the chunk before. All ranks are assumed to be alike.
 
-What the thread of the script does is a program: it computes, submits chunks to an engine, and waits for them. A DDP step
-submits buckets and waits at the end; for a step of FSDP2 see `cost_sharded.py`.
+What the thread of the script does is a program: it computes, submits chunks to an engine, and waits for them. A step of
+DDP submits buckets and waits at the end; for a step of FSDP2 see `cost_sharded.py`.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def _cpu_cost_s(send: Send, cpu_cost: CpuCost) -> float:
 
 
 class Engine:
-    """Runs chunks in the order of submission, at most `at_once` at a time. Engines with the same link share its wire."""
+    """Runs chunks in the order of submission, at most `at_once` at a time. Engines with the same link share a wire."""
 
     def __init__(self, link: Wire, at_once: int = THREADS) -> None:
         self.link, self.at_once = link, at_once
