@@ -33,7 +33,7 @@ from gradwire.tools.report.page import advice_to_html
 from gradwire.tools.report.write import check_page, save
 
 HEADS = ("hook", "predicted ms", "measured ms", "speed-up", "MB sent", "error", "")
-SHARDED_HEADS = ("hook/gather", *HEADS[1:4], "MB gradients + parameters", *HEADS[5:])
+SHARDED_HEADS = ("hook/gather", *HEADS[1:4], "MB grads + params", *HEADS[5:])
 DESCRIPTION = """\
 Measure the headroom, predict the step time of every hook, measure the most promising hooks and their error on the
 model's own gradients, and recommend one, or none.

@@ -180,7 +180,7 @@ def advise(
         RunFailed: The script failed, or trained too few steps.
     """
     checked = [pair_name(*split_pair(hook)) if "/" in hook else str(exchange(hook)) for hook in hooks]
-    Auto(max_error=max_error)
+    Auto(hooks=tuple(NestedSpec(hook.partition("/")[0]) for hook in checked), max_error=max_error)
     ranks: dict[str, Any] = {"nproc": nproc, "torchrun": torchrun}
     first = lambda part, doing: report(part / 2, f"headroom: {doing}")  # noqa: E731 - the same bar for both runs
     measured = headroom(script, steps=steps, link=link, stop=True, report=first, **ranks)

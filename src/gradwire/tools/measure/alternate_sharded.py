@@ -12,9 +12,9 @@ collectives. The cost model predicts other hooks from it.
 from __future__ import annotations
 
 import statistics
-import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -87,7 +87,7 @@ def _order(step: Timeline) -> tuple[tuple[str, int], ...]:
     return tuple((event.what, event.unit) for event in step.events)
 
 
-def _median(values: Any) -> float:
+def _median(values: Iterable[float]) -> float:
     return statistics.median(values)
 
 
@@ -113,12 +113,12 @@ class ShardedClock(Clock):
     def run(self, model: object, direction: str, what: str, unit: int, collective: Callable[[], Any]) -> Any:
         """Run a collective of a model, and stop the clock meanwhile if this step is timed without it."""
         at_s = self._elapsed_s()
-        began = time.perf_counter()
+        began = perf_counter()
         result = collective()
         if direction in self._left_out:
             if isinstance(result, dist.Work):  # requested in advance by the script: it must not end while time counts
                 result.wait()
-            ended = time.perf_counter()
+            ended = perf_counter()
             self.stopped(began, ended)
             self._off_s += ended - began
             self._note(model, Event(what, unit, at_s, ended - began))
@@ -134,7 +134,7 @@ class ShardedClock(Clock):
 
     def _elapsed_s(self) -> float:
         since: Moment = self._since
-        return (time.perf_counter() - since if isinstance(since, float) else 0.0) - self._off_s
+        return (perf_counter() - since if isinstance(since, float) else 0.0) - self._off_s
 
 
 class AlternatingSharded:
@@ -150,7 +150,7 @@ class AlternatingSharded:
                 f"this one is on {self._device.type!r}; compare step times under gradwire.register there"
             )
         self._sums = backend_name(self.group, self._device) == "gloo"
-        self._has_reduced, self._ends_at = False, NO_BACKWARD
+        self._has_reduced, self._ends_at = True, NO_BACKWARD
         for index, unit in enumerate(units):
             self._place(index, unit)
 
@@ -198,9 +198,9 @@ class AlternatingSharded:
             return plain
 
         def run() -> Any:
-            began = time.perf_counter()
+            began = perf_counter()
             result = plain()
-            link.hold(collective, self.group.size(), sent_bytes, time.perf_counter() - began)
+            link.hold(collective, self.group.size(), sent_bytes, perf_counter() - began)
             return result
 
         return run

@@ -168,7 +168,8 @@ def _rehearse_unit(
     run: Callable[[ShardedHook, UnitLayout], None],
     other: Tensor,
 ) -> list[Trace]:
-    runner, options = _DryRunner(size, CPU), {"rank": 0, "size": size, "device": CPU}
+    runner = _DryRunner(size, CPU)
+    options: dict[str, Any] = {"rank": 0, "size": size, "device": CPU}
     hook = ShardedHook(scatters, runner, gather=gathers, gather_runner=runner, shards=unit.shards, **options)
     taken = []
     for _ in range(STEPS):

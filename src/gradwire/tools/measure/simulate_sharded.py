@@ -1,8 +1,8 @@
 """simulate() for models with `fully_shard`: FSDP, and HSDP with shards inside a node and replicas across nodes.
 
 The model is that of `simulate.py`, with one unit for each block. A step gathers each block before its forward pass and,
-in advance, before its backward pass, and reduces its gradients after it, as FSDP2 does on the CPU with its defaults. Its
-own collectives are those of gloo, whose reduce-scatter is an all-reduce and sends twice as much as it needs to.
+in advance, before its backward pass, and reduces its gradients after it, as FSDP2 does on the CPU with its defaults.
+Its own collectives are those of gloo, whose reduce-scatter is an all-reduce and sends twice as much as it needs to.
 """
 
 from __future__ import annotations
