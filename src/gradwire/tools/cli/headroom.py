@@ -18,7 +18,8 @@ from gradwire.tools.records.table import text_table
 
 DESCRIPTION = """\
 Train in turns with and without communication, and report whether a hook could make the training faster. The training
-is not changed: the gradients of a step without communication are averaged when the step's time has been taken.
+is not changed: the gradients of a step without communication are averaged when the step's time has been taken. For
+models with fully_shard (FSDP2), the gathers of parameters and the reductions of gradients are timed separately.
 """
 EXAMPLES = """\
 gradwire headroom                                      the built-in GPT on 2 local ranks
