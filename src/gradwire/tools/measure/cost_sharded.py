@@ -3,6 +3,7 @@
 FSDP2 requests parameters, needs them, and reduces gradients unit by unit (see `alternate_sharded.Timeline`). With a
 codec, gathers run beside whatever happens until the parameters are needed, and up to MOST_PENDING reductions run beside
 the backward pass; FSDP2's own collectives block. The two directions have engines of their own and share the wire.
+Averages across replicas begin when their reduction is over, and are waited for at the end of the backward pass.
 """
 
 from collections import deque
@@ -54,7 +55,7 @@ def predict_sharded(
     cpu_cost: CpuCost = NO_CPU_COST,
 ) -> tuple[Prediction, float]:
     """The prediction of a step, and the part of its bytes that parameters take."""
-    program = [*_program(timeline, scatters, gathers, replicas)]
+    program = [*_Program(scatters, gathers, replicas).ops(timeline)]
     step_s = run_program(program, cores, threads, cpu_cost)
     gathered = [event.unit for event in timeline.events if event.what == "gather"]
     reduced = [event.unit for event in timeline.events if event.what.startswith("reduce")]
@@ -77,26 +78,57 @@ def _sending_s(each: Direction, unit: int) -> float:
     return sum(each.engine.link.cost_s(send.collective, send.size, send.sent_bytes)[1] for send in sends)
 
 
-def _program(timeline: Timeline, scatters: Direction, gathers: Direction, replicas: Direction | None) -> Iterator[Op]:
-    """What the thread that trains does in a step."""
-    done_s, pending = 0.0, deque[object]()
-    for number, event in enumerate(timeline.events):
-        yield Work(max(event.at_s - done_s, 0.0))
-        done_s = max(event.at_s, done_s)
+class _Program:
+    """What the thread that trains does in a step. It waits where `gradwire.models.fsdp` does."""
+
+    def __init__(self, scatters: Direction, gathers: Direction, replicas: Direction | None) -> None:
+        self._scatters, self._gathers, self._replicas = scatters, gathers, replicas
+        self._pending: deque[tuple[int, Event]] = deque()
+        """Reductions under way, by their number."""
+        self._averages: list[Wait] = []
+        """Averages across replicas that are under way."""
+
+    def ops(self, timeline: Timeline) -> Iterator[Op]:
+        """The whole step."""
+        done_s = 0.0
+        for number, event in enumerate(timeline.events):
+            yield Work(max(event.at_s - done_s, 0.0))
+            done_s = max(event.at_s, done_s)
+            yield from self._event(number, event)
+        yield Work(max(timeline.step_s - done_s, 0.0))
+
+    def _event(self, number: int, event: Event) -> Iterator[Op]:
         if event.what == "gather":
-            yield from _message(gathers, event, ("gather", event.unit), waits=gathers.blocks)
+            yield from _message(self._gathers, event, ("gather", event.unit), waits=self._gathers.blocks)
         elif event.what == "need":
             yield Wait(("gather", event.unit))
-        elif event.what == "reduce_late" and not scatters.blocks and replicas is None:
-            pending.append(("reduce", number))
-            yield from _message(scatters, event, ("reduce", number), waits=False)
-            yield from _drain(pending, MOST_PENDING)
+        elif event.what == "reduce_late":
+            yield from _message(self._scatters, event, ("reduce", number), waits=self._scatters.blocks)
+            self._pending.append((number, event))
+            yield from self._drain(0 if self._scatters.blocks else MOST_PENDING)
         else:
-            yield from _drain(pending, 0)
-            if event.what != "end":
-                yield from _message(scatters, event, ("reduce", number), waits=True)
-                yield from [] if replicas is None else _message(replicas, event, ("average", number), waits=True)
-    yield Work(max(timeline.step_s - done_s, 0.0))
+            yield from self._finish()
+            if event.what == "reduce":
+                yield from _message(self._scatters, event, ("reduce", number), waits=True)
+                yield from self._average(number, event)
+                yield from self._finish()
+
+    def _drain(self, most: int) -> Iterator[Op]:
+        """Wait for the oldest reductions until at most so many are under way; their averages begin then."""
+        while len(self._pending) > most:
+            number, event = self._pending.popleft()
+            yield Wait(("reduce", number))
+            yield from self._average(number, event)
+
+    def _average(self, number: int, event: Event) -> Iterator[Op]:
+        if self._replicas is not None:
+            yield from _message(self._replicas, event, ("average", number), waits=False)
+            self._averages.append(Wait(("average", number)))
+
+    def _finish(self) -> Iterator[Op]:
+        yield from self._drain(0)
+        yield from self._averages
+        self._averages = []
 
 
 def _message(each: Direction, event: Event, key: tuple[str, int], *, waits: bool) -> Iterator[Op]:
@@ -106,9 +138,3 @@ def _message(each: Direction, event: Event, key: tuple[str, int], *, waits: bool
     yield Submit(key, each.traces[event.unit], each.engine)
     if waits:
         yield Wait(key)
-
-
-def _drain(pending: deque[object], most: int) -> Iterator[Op]:
-    """Wait for the oldest reductions until at most so many are under way."""
-    while len(pending) > most:
-        yield Wait(pending.popleft())
