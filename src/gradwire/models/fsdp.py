@@ -108,11 +108,18 @@ class _Backward:
     def __init__(self, hook: ShardedHook) -> None:
         self._hook = weakref.ref(hook)
         self._seen: dict[int, int] = {}
-        self._has_reduced = False
-        """Since the last forward pass began."""
         self._pending: list[Future[Tensor]] = []
         self._waits_at = NO_BACKWARD
         """The backward pass at whose end `finish` is called."""
+        self._has_reduced = False
+        """Since the last forward pass began."""
+
+    def gathers(self) -> None:
+        """A unit gathers. The first gather of the forward pass after a reduction opens a step of `auto`."""
+        if self._has_reduced and backward_id() == NO_BACKWARD:
+            self._has_reduced, hook = False, self._hook()
+            if hook is not None and hook.pilot is not None:
+                hook.pilot.on_step()
 
     def begin(self, index: int) -> None:
         """A unit is about to reduce."""
@@ -124,13 +131,6 @@ class _Backward:
         self._has_reduced = True
         if (hook := self._hook()) is not None:
             hook.begin_backward(index, first)
-
-    def gathers(self) -> None:
-        """A unit gathers. The first gather of the forward pass after a reduction opens a step of `auto`."""
-        if self._has_reduced and backward_id() == NO_BACKWARD:
-            self._has_reduced, hook = False, self._hook()
-            if hook is not None and hook.pilot is not None:
-                hook.pilot.on_step()
 
     def defer(self, future: Future[Tensor]) -> None:
         """Wait for a reduction at the end of the backward pass that this thread runs, or when there are too many."""
@@ -195,6 +195,7 @@ class _Slot:
         if not isinstance(hook.gathers, Coded) or group is not self._unit.shard_group:
             plain = partial(self._own_gather, output_tensor, input_tensor, group, async_op=async_op)
             moved_bytes = input_tensor.nbytes * (group.size() - 1)
+            plain = partial(hook.held, "all_gather", moved_bytes, plain)
             return hook.blocked("parameters", lambda: hook.plain_gather(plain, moved_bytes))
         future = hook.gather_rows(self._index, output_tensor.view(group.size(), -1), self._row)
         return Waited(lambda: hook.blocked("parameters", future.wait))
