@@ -212,6 +212,12 @@ def gathered_dtype(param: Any) -> torch.dtype:
     return dtype
 
 
+def reduced_dtype(param: Any) -> torch.dtype:
+    """The type in which its gradient is reduced."""
+    dtype: torch.dtype = param.mp_policy.reduce_dtype or gathered_dtype(param)
+    return dtype
+
+
 def _has_hooks(param: Any) -> bool:
     """Whether the user wants to be called with the sharded gradient during the backward pass."""
     return bool(getattr(param.sharded_param, "_post_accumulate_grad_hooks", None))

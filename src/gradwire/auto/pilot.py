@@ -32,7 +32,7 @@ from gradwire.auto.settings import Auto
 from gradwire.auto.trial import Trial
 from gradwire.engine.events import Moment, each_seconds, now
 from gradwire.engine.hook import Hook
-from gradwire.exchanges import exchange
+from gradwire.exchanges import Exchange, exchange
 from gradwire.exchanges.base import Comm
 from gradwire.exchanges.bucket import Bucket
 
@@ -65,7 +65,9 @@ class Pilot:
         self.reason = "measuring"
         """Why the hook uses its exchange, in a sentence."""
         self._hook = hook
-        self._exchanges = {spec: exchange(spec) for spec in self.settings.specs}
+        self._names = self._all_names()
+        """The candidates. The first one is the most exact."""
+        self._exchanges = {name: self._exchange(name) for name in self._names}
         for each in self._exchanges.values():  # compiles all kernels now and not in a step
             each.warm_up(hook.device)
         self._errors: dict[str, float] = {}
@@ -127,27 +129,36 @@ class Pilot:
         if self._trial is None:
             self._recent.append(step)
         elif self._counts:
-            self._times.setdefault(str(self._hook.exchange), []).append(step)
+            self._times.setdefault(self._current(), []).append(step)
 
     def _weigh(self) -> None:
         """Drop the candidates whose error is too large; plan the turns of the others."""
-        if not self._aside:
-            self._settle("exact", "all gradients are sparse, and those travel exactly")
+        if not self._has_gradients():
+            self._settle(self._names[0], "all gradients are sparse, and those travel exactly")
             return
+        errors = self._measure_errors()
+        self._aside.clear()
+        if errors is None:  # for instance a step that AMP skips: use the next one
+            self._step = WARM_STEPS
+            return
+        self._errors = errors
+        taking_part = self._candidates()
+        if taking_part == self._names[:1]:
+            self._settle(self._names[0], f"no other candidate is within max_error={self.settings.max_error:g}")
+        else:
+            self._trial = self._new_trial({spec: self._errors[spec] for spec in taking_part})
+
+    def _has_gradients(self) -> bool:
+        return bool(self._aside)
+
+    def _measure_errors(self) -> dict[str, float] | None:
+        """The error of every candidate on the gradients of one step; None if these are zero or not finite."""
         exact = [values.double() for _, values in self._aside]
         self._hook.run(lambda comm: _mean_all_(comm, exact))
         total = math.sqrt(sum(float(mean.square().sum()) for mean in exact))
-        if not 0.0 < total < math.inf:  # for instance a step that AMP skips: use the next one
-            self._aside.clear()
-            self._step = WARM_STEPS
-            return
-        self._errors = {spec: self._error(spec, exact, total) for spec in self.settings.specs}
-        self._aside.clear()
-        taking_part = self._candidates()
-        if taking_part == ["exact"]:
-            self._settle("exact", f"no other candidate is within max_error={self.settings.max_error:g}")
-        else:
-            self._trial = self._new_trial({spec: self._errors[spec] for spec in taking_part})
+        if not 0.0 < total < math.inf:
+            return None
+        return {name: self._error(name, exact, total) for name in self._names}
 
     def _new_trial(self, errors: Mapping[str, float]) -> Trial:
         return Trial(errors)
@@ -155,7 +166,7 @@ class Pilot:
     def _candidates(self) -> list[str]:
         """The candidates that take part in the trial."""
         limit = self.settings.max_error
-        return [spec for spec in self.settings.specs if self._errors[spec] <= limit or spec == "exact"]
+        return [name for name in self._names if self._errors[name] <= limit or name == self._names[0]]
 
     def _error(self, spec: str, exact: Sequence[Tensor], total: float) -> float:
         self._switch(spec)
@@ -187,7 +198,7 @@ class Pilot:
         steps = [spec for _ in range(TURN_STEPS) for spec in chance.sample(trial.left, len(trial.left))]
         if trial.rounds == 0:
             self._plan.extend((spec, False) for spec in trial.left)
-        before = str(self._hook.exchange) if trial.rounds else trial.left[-1]
+        before = self._current() if trial.rounds else trial.left[-1]
         for last, spec in zip([before, *steps], steps, strict=False):
             if last != spec and any(self._exchanges[each].takes_residual for each in (last, spec)):
                 self._plan.append((spec, False))  # it applies pending residuals, or allocates new ones
@@ -234,8 +245,18 @@ class Pilot:
 
     # -- machinery ---------------------------------------------------------------------------------------------
 
+    def _all_names(self) -> list[str]:
+        return self.settings.specs
+
+    def _exchange(self, name: str) -> Exchange:
+        return exchange(name)
+
+    def _current(self) -> str:
+        """The candidate in use."""
+        return str(self._hook.exchange)
+
     def _switch(self, spec: str) -> None:
-        if str(self._hook.exchange) != spec:
+        if self._current() != spec:
             self._hook.use(self._exchanges[spec], agreed=spec in self._agreed)
             self._agreed.add(spec)
 

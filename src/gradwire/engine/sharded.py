@@ -20,7 +20,7 @@ from torch.futures import Future
 from gradwire.engine import checkpoint, sharded_state
 from gradwire.engine.agreement import agree
 from gradwire.engine.hook import Hook
-from gradwire.engine.lanes import Traffic
+from gradwire.engine.lanes import Hold, Traffic
 from gradwire.engine.residuals import Residuals
 from gradwire.engine.runner import Job, Runner
 from gradwire.engine.shard_residuals import ShardResiduals
@@ -70,6 +70,8 @@ class ShardedHook(Hook):
         """The same of gathered parameters."""
         self.plain_passes = 1
         """How often a plain reduce-scatter sends the gradients: gloo does it as an all-reduce, which is twice."""
+        self.hold: Hold | None = None
+        """What makes plain collectives take longer, on an emulated link."""
         self.uninstall: Callable[[], None] = lambda: None
         """Gives the model its own collectives back."""
         self._gathers_anew = True
@@ -77,6 +79,14 @@ class ShardedHook(Hook):
         super().__init__(exchange, runner, **options)
         self._residuals = cast(Residuals, ShardResiduals(self.size, shards, self.device))
         self._enter_gather(gather)
+
+    def held(self, collective: str, sent_bytes: float, run: Callable[[], Any]) -> Any:
+        """Run a collective of torch, at the speed of the emulated link if there is one."""
+        began = time.perf_counter()
+        result = run()
+        if self.hold is not None:
+            self.hold(collective, self.size, sent_bytes, time.perf_counter() - began)
+        return result
 
     # -- gradients ---------------------------------------------------------------------------------------------
 
@@ -102,6 +112,8 @@ class ShardedHook(Hook):
         self._check_open()
         row = tuple(self.shards[name].segment for name in names)
         self.rows[index] = row
+        if self.pilot is not None:
+            self.pilot.on_bucket(Bucket(index, rows, row, is_last=False))
         pending = self._apply_pending(rows, row)
         future = self._scatter(Bucket(index, out, row, is_last=False, step=max(self.steps - 1, 0)), rows, alpha, plain)
         if pending:
@@ -113,7 +125,9 @@ class ShardedHook(Hook):
         if isinstance(current, Coded):
             return self.runner.submit(self.scatter_jobs(bucket, rows, alpha, self._store), out)
         if current.averages:
-            self._metered(self.runner, plain, self.plain_passes * rows.nbytes * (self.size - 1) / self.size)
+            moved_bytes = self.plain_passes * rows.nbytes * (self.size - 1) / self.size
+            how = "all_reduce" if self.plain_passes == 2 else "all_to_all"
+            self._metered(self.runner, partial(self.held, how, moved_bytes, plain), moved_bytes)
         else:
             out.copy_(rows[self.rank])
         return done(out)
@@ -212,7 +226,8 @@ class ShardedHook(Hook):
         parts = self.stats_by_part().values()
         sums = {field: sum(getattr(part, field) for part in parts) for field in (*_PER_STEP, "peak_bytes")}
         first = next(iter(parts))
-        return dataclasses.replace(first, hook=self.requested, **sums)
+        reason = "" if self.pilot is None else self.pilot.reason
+        return dataclasses.replace(first, hook=self.requested, reason=reason, **sums)
 
     def stats_by_part(self) -> dict[str, Stats]:
         """The same for `gradients` (the reduce-scatter), `parameters` (the gather) and `replicas`, if there are any."""
@@ -284,14 +299,20 @@ class ShardedHook(Hook):
             self.use(new)
         if gather is not None:
             other = exchange(gather)
-            check_gathers(other)
-            self._enter_gather(other)
-            self.gathers = other
+            self.use_gather(other)
         if replicas is not None:
             if self.replicas is None:
                 raise RegisterError("this model has no replicas: register it with replicas=... and mesh=...")
             self.replicas.switch(replicas)
+        self.pilot = None
         self.reset_stats()
+
+    def use_gather(self, new: Exchange, *, agreed: bool = False) -> None:
+        """The part of `switch` that concerns the parameters; `agreed` as for `use`."""
+        check_gathers(new)
+        if not agreed:
+            self._enter_gather(new)
+        self.gathers = new
 
     def state_dict(self, *, merged: bool = False) -> dict[str, Any]:
         """The state for a checkpoint, as `Hook.state_dict`: residuals by the names of whole parameters.
@@ -305,7 +326,8 @@ class ShardedHook(Hook):
         states: list[Any] = list(state) if isinstance(state, list | tuple) else [state]
         step, residuals = sharded_state.unpack(self, states)
         checkpoint.check_residuals(residuals, [(name, shard.param) for name, shard in self.shards.items()])
-        checkpoint.warn_if_other(states[0], str(self.exchange))
+        if self.pilot is None:
+            checkpoint.warn_if_other(states[0], str(self.exchange))
         sharded_state.load_replicas(self, states)
         self._residuals.load({name: value.to(self.device) for name, value in residuals.items()})
         self._steps = Steps(step)

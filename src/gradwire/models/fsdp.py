@@ -22,7 +22,6 @@ from gradwire._torch.fsdp import Unit, Waited, factor_of, is_premultiplied, loca
 from gradwire._torch.optim import NO_BACKWARD, at_end_of_backward, backward_id
 from gradwire.engine.lanes import slow_link
 from gradwire.engine.sharded import ShardedHook, describe
-from gradwire.errors import RegisterError
 from gradwire.exchanges import Exchange
 from gradwire.exchanges.bucket import Bucket, Segment
 from gradwire.exchanges.coded import Coded
@@ -39,10 +38,9 @@ def attach_sharded(
     *,
     mesh: Any = None,
     chunk_bytes: int | None = None,
+    requested: str | None = None,
 ) -> ShardedHook:
     """Give a model with `fully_shard` a hook. See `gradwire.register`."""
-    if slow_link.get() is not None:
-        raise RegisterError("an emulated link does not slow down FSDP2's own collectives; use it with DDP models only")
     check_scatters(exchange)
     check_gathers(gather)
     units = units_of(model)
@@ -62,8 +60,9 @@ def attach_sharded(
         device=device,
         chunk_bytes=chunk_bytes,
         params=_named_parameters(units),
-        requested=describe(exchange, gather, replicas),
+        requested=requested or describe(exchange, gather, replicas),
     )
+    hook.hold = slow_link.get()
     hook.plain_passes = 2 if hook.size > 1 and backend_name(group, device) == "gloo" else 1
     try:
         if replicas is not None and across is not None:
@@ -126,6 +125,15 @@ class _Backward:
         """Averages across replicas that are under way."""
         self._waits_at = NO_BACKWARD
         """The backward pass at whose end `finish` is called."""
+        self._has_reduced = False
+        """Since the last forward pass began."""
+
+    def gathers(self) -> None:
+        """A unit gathers. The first gather of the forward pass after a reduction opens a step of `auto`."""
+        if self._has_reduced and backward_id() == NO_BACKWARD:
+            self._has_reduced, hook = False, self._hook()
+            if hook is not None and hook.pilot is not None:
+                hook.pilot.on_step()
 
     def begin(self, index: int) -> None:
         """A unit is about to reduce."""
@@ -134,6 +142,7 @@ class _Backward:
         if first:
             self._seen.clear()
         self._seen[index] = now
+        self._has_reduced = True
         if (hook := self._hook()) is not None:
             hook.begin_backward(index, first)
 
@@ -225,10 +234,12 @@ class _Slot:
 
     def gather(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool) -> Any:
         """Gather the unit's parameters. After forward they may be sharded over fewer ranks: that gather is exact."""
+        self._backward.gathers()
         hook = self._hook
         if not isinstance(hook.gathers, Coded) or group is not self._unit.shard_group:
             plain = partial(self._own_gather, output_tensor, input_tensor, group, async_op=async_op)
             moved_bytes = input_tensor.nbytes * (group.size() - 1)
+            plain = partial(hook.held, "all_gather", moved_bytes, plain)
             return hook.blocked("parameters", lambda: hook.plain_gather(plain, moved_bytes))
         future = hook.gather_rows(self._index, output_tensor.view(group.size(), -1), self._row)
         return Waited(lambda: hook.blocked("parameters", future.wait))

@@ -8,14 +8,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire._torch.traced import uncompiled
 from gradwire.auto.pilot import Pilot
-from gradwire.auto.settings import auto
+from gradwire.auto.settings import Auto, auto
+from gradwire.auto.sharded import GATHERS, ShardedPilot, pairs
 from gradwire.engine.drift import DriftGuard, check_interval
 from gradwire.engine.hook import Hook
 from gradwire.errors import RegisterError, SpecError
 from gradwire.exchanges import Exact, Exchange, exchange
 from gradwire.models.ddp import attach, check_chunk_bytes
 from gradwire.models.fsdp import attach_sharded
-from gradwire.models.sharded_checks import check_mesh, is_sharded
+from gradwire.models.sharded_checks import check_mesh, gathers_of, is_sharded
 
 
 def register(
@@ -34,10 +35,10 @@ def register(
 
     Args:
         model: A model wrapped in DistributedDataParallel, or one on which `fully_shard` (FSDP2) was called.
-        spec: The hook, such as `"int8"` or `"int4:block=32"`, or an exchange object. For DDP, `"auto"` tries several
-            hooks while the model trains and continues with the best one.
+        spec: The hook, such as `"int8"` or `"int4:block=32"`, or an exchange object. `"auto"` tries several hooks
+            while the model trains and continues with the best one.
         gather: For `fully_shard`: how parameters travel when they are gathered, such as `"bf16"` or `"int8"`. By
-            default `"exact"`.
+            default `"exact"`; `"auto"` tries `"exact"` and `"bf16"`, unless you name one.
         replicas: For `fully_shard` on the shards of a 2-D mesh: how gradients are averaged across the replicas.
         mesh: With `replicas`: the 2-D mesh of (replicas, shards).
         chunk_bytes: How many bytes of gradient travel at a time. The default suits nearly all models.
@@ -70,8 +71,9 @@ def register(
         hook = _register_ddp(model, spec, chunk_bytes, bucket_mb, **options)
         return hook if check_every is None else _guarded(hook, check_every)
     _refuse("a model with fully_shard", bucket_mb=bucket_mb, check_every=check_every)
-    if auto(spec, **options) is not None:
-        raise RegisterError("auto chooses among the hooks of a DDP model; with fully_shard name one, such as 'int8'")
+    if (settings := auto(spec, **options)) is not None:
+        _refuse("auto", replicas=replicas, mesh=mesh)
+        return _register_auto(plain, settings, gather, chunk_bytes)
     return attach_sharded(
         plain,
         exchange(spec, **options),
@@ -154,6 +156,16 @@ def _guarded(hook: Hook, check_every: int) -> Hook:
     except BaseException:
         hook.close()
         raise
+    return hook
+
+
+def _register_auto(model: nn.Module, settings: Auto, gather: str | Exchange | None, chunk_bytes: int | None) -> Hook:
+    """`auto` for a model with `fully_shard`. A given `gather` is used as it is."""
+    gathers = gathers_of(model, GATHERS if gather is None else [str(exchange(gather))])
+    names = pairs(settings, gathers)
+    requested = f"{settings}, gather={'|'.join(gathers)}"
+    hook = attach_sharded(model, Exact(), exchange(gathers[0]), chunk_bytes=chunk_bytes, requested=requested)
+    hook.pilot = ShardedPilot(hook, settings, names=names) if hook.size > 1 else None
     return hook
 
 

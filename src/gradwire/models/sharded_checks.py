@@ -20,7 +20,7 @@ from gradwire._torch.fsdp import (
 )
 from gradwire._torch.traced import plain_name
 from gradwire.errors import RegisterError, SpecError
-from gradwire.exchanges import Exchange
+from gradwire.exchanges import Exchange, exchange
 from gradwire.exchanges.coded import Coded
 from gradwire.models.checks import check_types
 
@@ -144,6 +144,23 @@ def check_gather_types(units: Sequence[Unit], gather: Exchange) -> None:
             raise RegisterError(
                 f"the module of {unit.names[0]!r} gathers parameters of the types {listed} as bytes; use gather='exact'"
             )
+
+
+def gathers_of(model: nn.Module, wanted: Sequence[str]) -> list[str]:
+    """The first of the wanted gathers, and of the others those that the model can have and that send fewer bytes."""
+    units = units_of(model)
+    widest = max((gathered_dtype(param).itemsize for unit in units for param in unit.params), default=4)
+    return [*wanted[:1], *(spec for spec in wanted[1:] if _can_gather(units, exchange(spec), widest))]
+
+
+def _can_gather(units: Sequence[Unit], gather: Exchange, widest: int) -> bool:
+    if not isinstance(gather, Coded) or gather.codec.wire_bytes(1024) >= 1024 * widest:
+        return False
+    try:
+        check_gather_types(units, gather)
+    except RegisterError:
+        return False
+    return True
 
 
 def check_mesh(mesh: Any) -> None:

@@ -24,6 +24,7 @@ from gradwire.tools.cli.headroom import WIDTH
 from gradwire.tools.cli.headroom import to_text as headroom_text
 from gradwire.tools.measure.advise import Advice, Row, advise
 from gradwire.tools.measure.headroom import STEPS
+from gradwire.tools.measure.survey_sharded import changes_weights
 from gradwire.tools.records.jsonl import json_text
 from gradwire.tools.records.progress import Lines, progress
 from gradwire.tools.records.recommend import BASELINE
@@ -32,6 +33,7 @@ from gradwire.tools.report.page import advice_to_html
 from gradwire.tools.report.write import check_page, save
 
 HEADS = ("hook", "predicted ms", "measured ms", "speed-up", "MB sent", "error", "")
+SHARDED_HEADS = ("hook/gather", *HEADS[1:4], "MB grads + params", *HEADS[5:])
 DESCRIPTION = """\
 Measure the headroom, predict the step time of every hook, measure the most promising hooks and their error on the
 model's own gradients, and recommend one, or none.
@@ -42,6 +44,7 @@ gradwire advise --link 1gbit                           the same on an emulated l
 gradwire advise --nproc 2 train.py --epochs 1          a script of yours, unmodified, until enough is known
 gradwire advise --report report.html --nproc 2 train.py
                                                        the same, and a page with charts
+gradwire advise --hooks int8 int8/bf16 -- fsdp2.py       fully_shard: gradients in int8, parameters in bf16
 gradwire advise --max-error 0.1 --hooks int8 int4 powersgd:rank=8 --nproc 2 train.py
 """
 
@@ -110,7 +113,8 @@ def hooks_text(advice: Advice) -> str:
     """The table of hooks: first the measured ones, from the fastest, then the others by their predicted time."""
     exact = next(row for row in advice.rows if row.hook == BASELINE)
     ordered = sorted(advice.rows, key=lambda row: (row.measured_s is None, row.measured_s or row.predicted_s))
-    return text_table([HEADS, *(_cells(row, exact, advice) for row in ordered)], right=range(1, 6))
+    heads = HEADS if exact.gather_bytes is None else SHARDED_HEADS
+    return text_table([heads, *(_cells(row, exact, advice) for row in ordered)], right=range(1, 6))
 
 
 def answer_text(advice: Advice) -> str:
@@ -126,5 +130,14 @@ def _cells(row: Row, exact: Row, advice: Advice) -> tuple[str, ...]:
     mark = "<- use this" if row.hook == advice.recommendation.hook else ""
     if row.error > advice.max_error:
         mark = "error too large"
+    elif row.gather_bytes is not None and changes_weights(row.hook):
+        mark = mark or "changes the weights"
     times = f"{1e3 * row.predicted_s:.1f}", measured, speed_up
-    return row.hook, *times, f"{row.sent_bytes / 1e6:.2f}", f"{row.error:.1e}", mark
+    return row.hook, *times, _sent(row), f"{row.error:.1e}", mark
+
+
+def _sent(row: Row) -> str:
+    """For models with `fully_shard` gradients and parameters separately."""
+    if row.gather_bytes is None:
+        return f"{row.sent_bytes / 1e6:.2f}"
+    return f"{(row.sent_bytes - row.gather_bytes) / 1e6:.2f} + {row.gather_bytes / 1e6:.2f}"

@@ -83,7 +83,9 @@ def add_script(parser: argparse.ArgumentParser, *, required: bool) -> None:
         if (other := f"--{option[2:].replace('-', '_')}") != option:
             dest = "nproc" if option == "--nproc-per-node" else other[2:]
             parser.add_argument(other, dest=dest, type=int if dest == "nproc" else str, help=argparse.SUPPRESS)
-    parser.add_argument("script", nargs=None if required else "?", help="a Python file that trains with DDP")
+    parser.add_argument(
+        "script", nargs=None if required else "?", help="a Python file that trains with DDP or fully_shard"
+    )
     rest = parser.add_argument("args", nargs=argparse.REMAINDER, help="arguments of the script")
     rest.required = False  # else argparse asks for them if the script is missing
 

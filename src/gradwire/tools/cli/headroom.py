@@ -18,7 +18,8 @@ from gradwire.tools.records.table import text_table
 
 DESCRIPTION = """\
 Train in turns with and without communication, and report whether a hook could make the training faster. The training
-is not changed: the gradients of a step without communication are averaged when the step's time has been taken.
+is not changed: the gradients of a step without communication are averaged when the step's time has been taken. For
+models with fully_shard (FSDP2), the gathers of parameters and the reductions of gradients are timed separately.
 """
 EXAMPLES = """\
 gradwire headroom                                      the built-in GPT on 2 local ranks
@@ -71,12 +72,27 @@ def to_text(result: Headroom) -> str:
     rows = [
         ("step time of the slowest rank", "median ms", "quartiles"),
         ("with communication", *_times(result.with_s)),
+        *([("without reductions", *_times(result.without_reductions_s))] if result.is_sharded else []),
+        *([("without gathers", *_times(result.without_gathers_s))] if result.is_sharded else []),
         ("without communication", *_times(result.without_s)),
         ("exposed communication", f"{result.exposed_s * 1e3:.2f}", f"{result.exposed:.1%} of a step ({interval})"),
+        *_parts(result),
         ("ceiling on speed-up", f"{result.ceiling:.2f}x", ""),
     ]
     title = f"{len(result.with_s)} steps of each kind on {result.ranks} ranks{link}"
     return "\n".join([title, text_table(rows, right={1}), textwrap.fill(result.verdict(), WIDTH)])
+
+
+def _parts(result: Headroom) -> list[tuple[str, str, str]]:
+    """Of a model with `fully_shard`: what each direction takes."""
+    if not result.is_sharded:
+        return []
+    step_s = statistics.median(result.with_s)
+    found = {
+        "  reductions of gradients": result.exposed_part_s(result.without_reductions_s),
+        "  gathers of parameters": result.exposed_part_s(result.without_gathers_s),
+    }
+    return [(name, f"{part_s * 1e3:.2f}", f"{part_s / step_s:.1%} of a step") for name, part_s in found.items()]
 
 
 def _times(times_s: tuple[float, ...]) -> tuple[str, str]:

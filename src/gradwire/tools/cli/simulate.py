@@ -14,26 +14,32 @@ from gradwire.errors import SpecError
 from gradwire.exchanges import EXCHANGES
 from gradwire.tools.cli.arguments import add_json, add_verb, error_limit
 from gradwire.tools.launch.link import Link, seconds
-from gradwire.tools.measure.simulate import Forecast, Scene, as_dict, picks, simulate
+from gradwire.tools.measure.simulate import MODES, Forecast, Scene, as_dict, picks, simulate
+from gradwire.tools.measure.simulate_sharded import PAIRS, REPLICAS, simulate_sharded
 from gradwire.tools.records.jsonl import json_text
 from gradwire.tools.records.progress import progress
 from gradwire.tools.records.table import text_table
-from gradwire.tools.report.winners import latency_text, limit_text, link_text, to_html
+from gradwire.tools.report.winners import latency_text, limit_text, link_text, mode_text, to_html
 from gradwire.tools.report.write import check_page, save
 
 DESCRIPTION = """\
 Predict step times with the cost model. Hooks are rehearsed on one core of this machine as they would run on that
-number of ranks; the link and the compute are simulated. With several links, print which hook to use on each.
+number of ranks; the link and the compute are simulated. With several links, print which hook to use on each. With
+--mode fsdp a hook is a pair: int8/bf16 reduces gradients in int8 and gathers parameters in bf16. With --mode hsdp it
+averages across replicas of --shards ranks.
 """
 EXAMPLES = """\
 gradwire simulate --ranks 8..4096 --links 10gbit --latency 50us --compute 100ms
 gradwire simulate --report winners.html              where each hook wins, over links and ranks, as a page
 gradwire simulate --ranks 2,4,8 --links 100mbit 1gbit --compute 2s --params 1.3B --hooks bf16 int8 int4
+gradwire simulate --mode fsdp --ranks 2..64 --links 1gbit --compute 300ms --hooks bf16/bf16 int8/bf16
+gradwire simulate --mode hsdp --shards 8 --ranks 16..128 --links 1gbit --inside 100gbit
 gradwire simulate --links 25gbit 100gbit --compute 80ms --codec-speed 30 --cores 2 --max-error 0.05 --json
 """
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
 LINK = "10gbit"
 LINKS = ("100mbit", "300mbit", "1gbit", "3gbit", "10gbit", "25gbit", "100gbit")
+HOOKS = {"ddp": tuple(EXCHANGES), "fsdp": PAIRS, "hsdp": REPLICAS}
 LIMITS = (0.02, 0.2, math.inf)
 
 
@@ -41,7 +47,10 @@ def add(verbs: Any, line: str) -> None:
     """Add the verb and its options."""
     parser = add_verb(verbs, "simulate", line, DESCRIPTION, EXAMPLES)
     option = parser.add_argument
-    option("--ranks", default="2..512", help="numbers of ranks: 8..512 (doubling) or 2,4,6 (default: %(default)s)")
+    option("--mode", choices=MODES, default="ddp", help="how the model is parallelised (default: %(default)s)")
+    option("--ranks", help="numbers of ranks: 8..512 (doubling) or 2,4,6 (default: 2..512; hsdp: from 2 replicas on)")
+    option("--shards", type=int, metavar="N", help="hsdp: ranks of a node, which share one copy (default: 8)")
+    option("--inside", metavar="LINK", help="hsdp: link of each rank inside its node (default: takes no time)")
     option(
         "--link",
         "--links",
@@ -58,7 +67,7 @@ def add(verbs: Any, line: str) -> None:
         metavar="N",
         help="parameters of the model, such as 124M or 1.3B (default: %(default)s)",
     )
-    option("--hooks", nargs="+", default=list(EXCHANGES), metavar="HOOK", help="specs (default: all)")
+    option("--hooks", nargs="+", metavar="HOOK", help="specs, or with fsdp pairs (default: all, or a few)")
     option("--cores", type=float, default=1.0, help="cores of each rank, shared with backward (default: 1)")
     option(
         "--codec-speed",
@@ -81,8 +90,14 @@ def add(verbs: Any, line: str) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Predict and print the results."""
+    if args.mode != "hsdp" and (args.shards, args.inside) != (None, None):
+        raise SpecError("--shards and --inside are for --mode hsdp; leave them out")
+    shards = 8 if args.shards is None else args.shards
     scene = Scene(
-        ranks=ranks_of(args.ranks),
+        mode=args.mode,
+        shards=shards,
+        inside=None if args.inside is None else Link.parse(args.inside),
+        ranks=ranks_of(args.ranks or (f"{2 * shards}..512" if args.mode == "hsdp" else "2..512")),
         links=links_of(args.links or ([LINK] if args.report is None else LINKS), args.latency),
         compute_s=seconds(args.compute, "--compute"),
         params=params_of(args.params),
@@ -93,7 +108,8 @@ def run(args: argparse.Namespace) -> None:
     if args.report is not None:
         check_page(args.report)
     with progress(sys.stderr, "gradwire simulate") as report:
-        forecasts = simulate(args.hooks, scene, report=report)
+        predict = simulate if scene.mode == "ddp" else simulate_sharded
+        forecasts = predict(args.hooks or HOOKS[scene.mode], scene, report=report)
     if args.report is not None:
         save(args.report, to_html(forecasts, scene, limits))
     if args.json:
@@ -148,7 +164,8 @@ def to_text(forecasts: Sequence[Forecast], scene: Scene, limits: Sequence[float]
 
 
 def _setting(scene: Scene) -> str:
-    return f"{scene.params / 1e6:g}M parameters, {_ms(scene.compute_s)} ms of compute{latency_text(scene)}"
+    how = f"{mode_text(scene)}, " if scene.mode != "ddp" else ""
+    return f"{how}{scene.params / 1e6:g}M parameters, {_ms(scene.compute_s)} ms of compute{latency_text(scene)}"
 
 
 def _times(forecasts: Sequence[Forecast], scene: Scene) -> str:
@@ -156,9 +173,12 @@ def _times(forecasts: Sequence[Forecast], scene: Scene) -> str:
     rows = [["ranks", *map(str, scene.ranks), "error"]]
     for each in forecasts:
         times = [_ms(prediction.step_s) for prediction in each.predictions[0]]
-        rows.append([each.hook + ("" if each.averages else " *"), *times, f"{each.error:.1e}"])
-    notes = ["* does not average: this is the limit of what a hook can gain"] * any(
+        rows.append([each.hook + each.mark, *times, f"{each.error:.1e}"])
+    notes = ["† does not average: this is the limit of what a hook can gain"] * any(
         not each.averages for each in forecasts
+    )
+    notes += ["‡ changes the weights that the model computes with: never picked, compare the loss first"] * any(
+        each.changes_weights for each in forecasts
     )
     title = f"Predicted step time in ms: {_setting(scene)}, {scene.links[0]} per rank"
     return "\n".join([title, "", text_table(rows, right=range(1, len(rows[0]))), *notes])

@@ -18,6 +18,7 @@ from gradwire.tools.launch.plan import Notes, RunPlan
 
 LOST = ("another rank failed", "Connection closed", "Connection reset", "Broken pipe", "gloo", "Timed out")
 """Texts of errors that only say that another rank is gone."""
+SHARDED = ("run", "headroom", "advise")
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 _register = DistributedDataParallel.register_comm_hook
@@ -33,9 +34,9 @@ def built(model: DistributedDataParallel) -> None:
 
 
 def sharded(model: nn.Module) -> None:
-    """The same for the root of a model with `fully_shard`. Only `gradwire run` knows what to do with one."""
+    """The same for the root of a model with `fully_shard`, for the verbs that know what to do with one."""
     plan = RunPlan.current()
-    if plan is not None and plan.verb == "run":
+    if plan is not None and plan.verb in SHARDED:
         note_uncaught(plan)
         plan.follow(model)
 

@@ -110,7 +110,7 @@ def _check_module(name: str) -> None:
         if spec is None:
             raise SpecError(
                 f"-m {name}: there is no module {sought!r} in {os.getcwd()}, nor is it installed; give the name of a "
-                "module that trains with DDP"
+                "module that trains with DDP or fully_shard"
             )
         folders = spec.submodule_search_locations
     if folders is not None and _find(f"{name}.__main__", folders) is None:

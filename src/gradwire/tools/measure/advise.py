@@ -16,12 +16,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.auto.settings import Auto
+from gradwire.auto.sharded import HOOKS, pair_name, split_pair
+from gradwire.errors import SpecError
 from gradwire.exchanges import EXCHANGES, Exact, exchange
 from gradwire.models.buckets import MIB
 from gradwire.models.ddp import attach
+from gradwire.models.fsdp import attach_sharded
+from gradwire.models.sharded_checks import gathers_of
 from gradwire.spec import NestedSpec
 from gradwire.tools.launch.launch import Report, follow
 from gradwire.tools.launch.link import Link, emulate
@@ -30,6 +35,7 @@ from gradwire.tools.launch.script import Script
 from gradwire.tools.launch.supervise import RunFailed
 from gradwire.tools.measure.headroom import STEPS, Headroom, built_in, headroom
 from gradwire.tools.measure.survey import ALWAYS, MOST_STEPS, TYPICAL_STEPS, Survey
+from gradwire.tools.measure.survey_sharded import GATHERS, ShardedSurvey, changes_weights, layouts_of
 from gradwire.tools.records.recommend import BASELINE, PAYS, Option, Recommendation, recommend
 from gradwire.tools.records.records import Split, quartiles
 
@@ -53,6 +59,8 @@ class Row:
     """The times that `measured_s` is the median of: of every step, the time of the slowest rank."""
     split: Split | None = None
     """The parts of a step on rank 0, if it was measured."""
+    gather_bytes: float | None = None
+    """For models with `fully_shard`: the part of `sent_bytes` that parameters take."""
 
     @property
     def quartiles_s(self) -> tuple[float, float] | None:
@@ -78,12 +86,16 @@ class Advice:
     """Parameters of the model."""
     bucket_mb: float | None = None
     """The size of gradwire's buckets, if they replace DDP's."""
+    any_gather: bool = False
+    """Whether gathers of fewer than 16 bits may be recommended, because the user has named them."""
 
     @property
     def recommendation(self) -> Recommendation:
         """By the rule of `recommend`, from the hooks that were measured."""
         measured = [row for row in self.rows if row.measured_s is not None or row.hook == BASELINE]
         made = recommend([self._option(row) for row in measured], ceiling=self.headroom.ceiling)
+        if self.headroom.is_sharded:
+            return replace(made, reason=made.reason + _weights_text(made.hook), model="model")
         return replace(made, reason=made.reason + self._buckets_text())
 
     @property
@@ -99,7 +111,7 @@ class Advice:
     @property
     def line(self) -> str:
         """What to paste into the script."""
-        return self.recommendation.code or "# no hook: DDP as it is"
+        return self.recommendation.code or f"# no hook: {'FSDP2' if self.headroom.is_sharded else 'DDP'} as it is"
 
     def reason(self) -> str:
         """The recommendation in whole sentences."""
@@ -113,9 +125,16 @@ class Advice:
         return {**answer, **limits, "headroom": self.headroom.as_dict(), "hooks": rows}
 
     def _option(self, row: Row) -> Option:
-        excluded = f"error above {self.max_error:g}" if row.error > self.max_error else ""
+        excluded = f"error above {self.max_error:g}" if row.error > self.max_error else self._gather_text(row)
         step_s = row.predicted_s if row.measured_s is None else row.measured_s
         return Option(hook=row.hook, step_s=step_s, error=row.error, quartiles_s=row.quartiles_s, excluded=excluded)
+
+    def _gather_text(self, row: Row) -> str:
+        """Why a hook of a model with `fully_shard` must not be recommended."""
+        wrong = self.headroom.is_sharded and not self.any_gather and changes_weights(row.hook)
+        return (
+            "it changes the weights that the model computes with: compare the loss before you use it" if wrong else ""
+        )
 
     def _buckets_text(self) -> str:
         """What the smaller buckets alone gain: every hook, `exact` too, is measured with them."""
@@ -144,7 +163,8 @@ def advise(
 
     Args:
         script: What to run; by default the built-in GPT on 2 ranks.
-        hooks: The specs to choose from; by default all registered hooks.
+        hooks: The specs to choose from; by default all registered hooks. For models with `fully_shard` also pairs of
+            a spec and a gather, such as `int8/bf16`.
         max_error: The largest error of the mean, relative to the mean, that a recommended hook may have.
         steps: The number of steps to time for the headroom.
         link: A link to emulate, such as `1gbit,latency=1ms`.
@@ -159,29 +179,32 @@ def advise(
         SpecError: Something cannot be measured. Nothing has been started.
         RunFailed: The script failed, or trained too few steps.
     """
-    settings = _settings(hooks, max_error)
+    checked = [pair_name(*split_pair(hook)) if "/" in hook else str(exchange(hook)) for hook in hooks]
+    Auto(hooks=tuple(NestedSpec(hook.partition("/")[0]) for hook in checked), max_error=max_error)
     ranks: dict[str, Any] = {"nproc": nproc, "torchrun": torchrun}
     first = lambda part, doing: report(part / 2, f"headroom: {doing}")  # noqa: E731 - the same bar for both runs
     measured = headroom(script, steps=steps, link=link, stop=True, report=first, **ranks)
     if dist.is_initialized():  # inside a launcher: the script makes its group anew when it runs again
         dist.destroy_process_group()
-    surveyed = _survey(script, settings, measured, link, ranks, report)
+    surveyed = _survey(script, {"hooks": checked, "max_error": max_error}, measured, link, ranks, report)
     if measured is None or surveyed is None:
         return None
     rows = tuple(map(Row.from_dict, surveyed["rows"]))
-    model = {"params": surveyed["params"], "bucket_mb": surveyed["bucket_mb"]}
+    model = {"params": surveyed["params"], "bucket_mb": surveyed["bucket_mb"], "any_gather": bool(hooks)}
     return Advice(headroom=measured, rows=rows, max_error=max_error, **model)
 
 
 def _settings(hooks: Sequence[str], max_error: float) -> Auto:
-    named = [str(exchange(spec)) for spec in hooks] or [name for name in EXCHANGES if name != "noop"]
+    if paired := [hook for hook in hooks if "/" in hook]:
+        raise SpecError(f"a DDP model gathers no parameters: write {paired[0].partition('/')[0]}, not {paired[0]}")
+    named = list(hooks) or [name for name in EXCHANGES if name != "noop"]
     candidates = tuple(map(NestedSpec, dict.fromkeys([*ALWAYS, *named])))
     return Auto(hooks=candidates, max_error=max_error, recheck=1 << 60)
 
 
 def _survey(
     script: Script | None,
-    settings: Auto,
+    asked: dict[str, Any],
     measured: Headroom | None,
     link: str | None,
     ranks: dict[str, Any],
@@ -191,8 +214,7 @@ def _survey(
     if script is None:
         script, ranks["nproc"] = built_in(MOST_STEPS, ranks["nproc"])
     job = {
-        "hooks": settings.hooks,
-        "max_error": settings.max_error,
+        **asked,
         "link": None if link is None else str(Link.parse(link)),
         "compute": None if measured is None else _compute_of(measured),
     }
@@ -220,17 +242,21 @@ def _compute_of(measured: Headroom) -> dict[str, Any]:
         "came_s": dict(measured.backward.came_s),
         "backward_s": backward_s,
         "cores": cores,
+        "timeline": measured.timeline,
         "threads": min(torch.get_num_threads(), max(1, round(cores))),
     }
 
 
-def survey_first(model: DistributedDataParallel, plan: RunPlan) -> None:
+def survey_first(model: nn.Module, plan: RunPlan) -> None:
     """Survey the first model of the script, and write a note."""
     if plan.folder in _taken:
         return
     _taken.add(plan.folder)
     link, progress = plan.job["link"], plan.new_note("progress")
-    settings = Auto(hooks=plan.job["hooks"], max_error=plan.job["max_error"], recheck=1 << 60)
+    if not isinstance(model, DistributedDataParallel):
+        _survey_sharded(model, plan)
+        return
+    settings = _settings(plan.job["hooks"], plan.job["max_error"])
     cap_bytes = model.bucket_bytes_cap
     with emulate(link) if link else nullcontext():
         hook = attach(model, Exact())
@@ -244,3 +270,35 @@ def survey_first(model: DistributedDataParallel, plan: RunPlan) -> None:
         plan.write(progress, {"steps": steps})
 
     hook.pilot = Survey(hook, settings, compute=plan.job["compute"], link=link, publish=publish, count=count)
+
+
+def _survey_sharded(model: nn.Module, plan: RunPlan) -> None:
+    """The same for a model with `fully_shard`."""
+    link, progress, job = plan.job["link"], plan.new_note("progress"), plan.job
+    named = job["hooks"] or [pair_name(spec, gather) for spec in HOOKS for gather in gathers_of(model, GATHERS)]
+    names = list(dict.fromkeys([BASELINE, *(pair_name(*split_pair(name)) for name in named)]))
+    units = layouts_of(model)
+    with emulate(link) if link else nullcontext():
+        hook = attach_sharded(model, Exact(), Exact())
+
+    def publish(result: dict[str, Any]) -> None:
+        if hook.rank == 0:
+            params = sum(shard.whole.numel() for unit in units for shard in unit.shards)
+            plan.write(plan.new_note("survey"), {**result, "params": params, "bucket_mb": None})
+
+    def count(steps: int) -> None:
+        plan.write(progress, {"steps": steps})
+
+    settings = Auto(max_error=job["max_error"], recheck=1 << 60)
+    how: dict[str, Any] = {"compute": job["compute"], "link": link, "publish": publish, "count": count}
+    hook.pilot = ShardedSurvey(hook, settings, names=names, units=units, **how)
+
+
+def _weights_text(hook: str | None) -> str:
+    """What the gather of a recommended pair does to the model's parameters."""
+    gather = "exact" if hook is None else split_pair(hook)[1]
+    if gather == "exact":
+        return ""
+    if hook is not None and changes_weights(hook):
+        return f" The model computes with parameters of {gather}, which changes the training: compare the loss first."
+    return f" The model computes with parameters rounded to {gather}; the optimizer keeps the exact ones."

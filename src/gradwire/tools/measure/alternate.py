@@ -80,7 +80,7 @@ class Clock:
     def __init__(self, steps: int, publish: Publish) -> None:
         self.communicates = True
         self._steps, self._publish = -(-steps // len(ORDER)) * len(ORDER), publish
-        self._lead: Alternating | None = None
+        self._lead: object = None
         self._begun = 0
         self._since: Moment = 0.0
         self._stopped: list[Span] = []
@@ -90,20 +90,31 @@ class Clock:
         self._came: dict[str, Moment] | None = None
         self._round_passes: list[tuple[Span, dict[str, Moment]]] = []
         self._passes: list[Backward] = []
+        self._sent: list[weakref.ref[Tensor]] = []
+        """The last message to the other ranks. Only the backend holds it."""
+        weakref.finalize(self, _wait_for_release, self._sent)
 
-    def begin_step(self, model: "Alternating", group: dist.ProcessGroup, device: torch.device) -> None:
+    def begin_step(self, model: object, group: dist.ProcessGroup, device: torch.device) -> None:
         """The first bucket of a model has arrived. Of several models the first one to train counts the steps."""
         self._lead = self._lead or model
         if model is not self._lead or len(self._times) == self._steps:
             return
         if self._begun > WARM_UP:
+            self._end()
             self._round.append(((self._since, now(device)), self._stopped))
             self._agree(group, device)
         done = len(self._times) + len(self._round)
-        self.communicates = self._begun < WARM_UP or done == self._steps or communicates(done)
+        self._start(None if self._begun < WARM_UP or done == self._steps else done)
         self._begun += 1
-        self._came = None if self.communicates else {}
         self._stopped, self._since = [], now(device)
+
+    def _start(self, at: int | None) -> None:
+        """A step begins; `at` is its number if it is timed."""
+        self.communicates = at is None or communicates(at)
+        self._came = None if self.communicates else {}
+
+    def _end(self) -> None:
+        """A timed step is over."""
 
     def came(self, model: "Alternating", names: Iterable[str], device: torch.device) -> None:
         """Gradients are ready. The first time in a step counts, and only in a step without communication."""
@@ -130,7 +141,10 @@ class Clock:
             self._passes += [_backward(*each) for each in self._round_passes]
             self._round, self._round_passes = [], []
             latest = torch.tensor(took, dtype=torch.float64, device=device)
-            dist.all_reduce(latest, dist.ReduceOp.MAX, group=group)
+            sent = latest.detach()
+            self._sent[:] = [weakref.ref(sent)]
+            dist.all_reduce(sent, dist.ReduceOp.MAX, group=group)
+            del sent
             self._times += latest.tolist()
             passes = sorted(self._passes, key=lambda each: each.backward_s)
             self._publish(self._times, passes[len(passes) // 2] if passes else UNSEEN)

@@ -11,13 +11,17 @@ A collective is over when its bytes have left, its hops are done and its CPU wor
 
 Chunks use these resources as in the engine (`runner.py`, `lanes.py`): they start in order as buckets get ready, and the
 k-th collective of a chunk is issued after the k-th collective of the chunk before. All ranks are assumed to be alike.
+
+What the thread of the script does is a program: it computes, submits chunks to an engine, and waits for them. A step of
+DDP submits buckets and waits at the end; for a step of FSDP2 see `cost_sharded.py`.
 """
+
+from __future__ import annotations
 
 import heapq
 import itertools
-import math
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Protocol
@@ -87,7 +91,7 @@ def predict_step(
         raise SpecError(f"compute has times for {len(compute.ready_s)} buckets, but there are {len(buckets)}")
     traces = list(itertools.chain.from_iterable(buckets))
     sends = [send for trace in traces for send in trace.sends]
-    over_s = _Rank(buckets, link, compute, cpu_cost, at_once).run()
+    over_s = run_program(_program(buckets, compute, Engine(link, at_once)), compute.cores, compute.threads, cpu_cost)
     return Prediction(
         step_s=compute.forward_s + over_s + compute.after_s,
         sent_bytes=sum(send.sent_bytes for send in sends),
@@ -96,6 +100,17 @@ def predict_step(
         exposed_s=over_s - compute.backward_s,
         handling_s=sum(_cpu_cost_s(send, cpu_cost) for send in sends),
     )
+
+
+def _program(buckets: Sequence[Sequence[Trace]], compute: Compute, engine: Engine) -> list[Op]:
+    """A backward pass of DDP: buckets are submitted when they are ready, and waited for at the end."""
+    program: list[Op] = []
+    done_s = 0.0
+    for index, (ready_s, traces) in enumerate(zip(compute.ready_s, buckets, strict=True)):
+        until_s = min(ready_s, compute.backward_s)
+        program += [Work(until_s - done_s), Submit(index, traces, engine)]
+        done_s = until_s
+    return [*program, Work(compute.backward_s - done_s), *(Wait(index) for index in range(len(buckets)))]
 
 
 def _cost_s(send: Send, link: Wire) -> tuple[float, float]:
@@ -107,11 +122,72 @@ def _cpu_cost_s(send: Send, cpu_cost: CpuCost) -> float:
     return found.seconds(send.sent_bytes) if found is not None and send.size > 1 else 0.0
 
 
+# -- the simulation ----------------------------------------------------------------------------------------------------
+
+
+class Engine:
+    """Runs chunks in the order of submission, at most `at_once` at a time. Engines with the same link share a wire."""
+
+    def __init__(self, link: Wire, at_once: int = THREADS) -> None:
+        self.link, self.at_once = link, at_once
+        self.running = 0
+        self.queued: deque[_Chunk] = deque()
+        self.turns: list[deque[_Chunk]] = []
+        """By lane: the chunks that have not issued their collective there, in order."""
+
+    def add(self, chunk: _Chunk) -> None:
+        """A chunk is submitted."""
+        self.queued.append(chunk)
+        for lane in range(len(chunk.trace.sends)):
+            if lane == len(self.turns):
+                self.turns.append(deque())
+            self.turns[lane].append(chunk)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The thread computes."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """The thread waits for something that takes no CPU time."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """The thread submits chunks and goes on."""
+
+    key: Hashable
+    traces: Sequence[Trace]
+    engine: Engine
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """The thread waits until everything that was submitted under a key is over."""
+
+    key: Hashable
+
+
+Op = Work | Idle | Submit | Wait
+
+
+def run_program(program: Sequence[Op], cores: float, threads: int, cpu_cost: CpuCost = NO_CPU_COST) -> float:
+    """How many seconds a program takes. The thread computes with `threads` threads, and the rank has `cores`."""
+    return _Rank(program, cores, threads, cpu_cost).run()
+
+
 class _Chunk:
     """A chunk in flight: `stage` is the number of collectives that it has issued."""
 
-    def __init__(self, ticket: int, trace: Trace) -> None:
-        self.ticket, self.trace, self.stage = ticket, trace, 0
+    def __init__(self, ticket: int, key: Hashable, trace: Trace, engine: Engine) -> None:
+        self.ticket, self.key, self.trace, self.engine = ticket, key, trace, engine
+        self.stage = 0
 
     @property
     def work_s(self) -> float:
@@ -121,50 +197,46 @@ class _Chunk:
 
 
 class _Rank:
-    """Simulates the backward pass of one rank, from event to event."""
+    """Simulates the program of one rank, from event to event."""
 
-    def __init__(
-        self, buckets: Sequence[Sequence[Trace]], link: Wire, compute: Compute, cpu_cost: CpuCost, at_once: int
-    ) -> None:
-        self._link, self._compute, self._cpu_cost, self._at_once = link, compute, cpu_cost, at_once
-        tickets = itertools.count()
-        self._buckets = deque(
-            (ready_s, [_Chunk(next(tickets), trace) for trace in traces])
-            for ready_s, traces in zip(compute.ready_s, buckets, strict=True)
-        )
-        chunks = [chunk for _, chunks in self._buckets for chunk in chunks]
-        lanes = max((len(chunk.trace.sends) for chunk in chunks), default=0)
-        self._turns = [deque(chunk for chunk in chunks if len(chunk.trace.sends) > lane) for lane in range(lanes)]
-        self._now = self._done_s = self._wire_free = 0.0
-        self._queued: deque[_Chunk] = deque()
+    def __init__(self, program: Sequence[Op], cores: float, threads: int, cpu_cost: CpuCost) -> None:
+        self._program, self._cores, self._threads, self._cpu_cost = deque(program), cores, threads, cpu_cost
+        self._tickets = itertools.count()
+        self._now = 0.0
+        self._left: float | None = None
+        """What is left of the program's first operation, if it has begun."""
+        self._pending: Counter[Hashable] = Counter()
+        """How many chunks are under way, by key."""
+        self._wire_free: dict[int, float] = {}
+        self._engines: list[Engine] = []
         self._working: dict[_Chunk, float] = {}
         self._handled: dict[_Chunk, float] = {}
         self._asking: set[_Chunk] = set()
         self._wires: list[tuple[float, int, _Chunk]] = []
-        self._running = 0
 
     def run(self) -> float:
-        """Run until backward and all chunks are over, and return when that is."""
+        """Run until the program and all chunks are over, and return when that is."""
         for dt in self._steps():
             rate = self._rate()
             self._now += dt
-            self._done_s += dt * rate if self._in_backward else 0.0
+            if self._left is not None:
+                self._left -= dt * (rate if self._computes else 1.0)
             for busy in (self._working, self._handled):
                 for chunk in busy:
                     busy[chunk] -= dt * rate
             self._end_works()
             self._end_wires()
-            self._fill()
+            self._go_on()
         return self._now
 
     def _steps(self) -> Iterator[float]:
         """The time to each next event."""
-        self._fill()
+        self._go_on()
         while True:
             rate = self._rate()
             times = [left / rate for left in (*self._working.values(), *self._handled.values())]
-            if self._in_backward:
-                times.append((self._next_milestone - self._done_s) / rate)
+            if self._left is not None:
+                times.append(self._left / rate if self._computes else self._left)
             if self._wires:
                 times.append(self._wires[0][0] - self._now)
             if not times:
@@ -172,27 +244,42 @@ class _Rank:
             yield max(min(times), 0.0)
 
     @property
-    def _next_milestone(self) -> float:
-        ready_s = self._buckets[0][0] if self._buckets else math.inf
-        return min(ready_s, self._compute.backward_s)
-
-    @property
-    def _in_backward(self) -> bool:
-        return self._compute.backward_s - self._done_s > 1e-12
+    def _computes(self) -> bool:
+        return bool(self._program) and isinstance(self._program[0], Work)
 
     def _rate(self) -> float:
         """The speed of everything that computes: cores are shared equally."""
-        threads = len(self._working) + len(self._handled) + (self._compute.threads if self._in_backward else 0)
-        return min(1.0, self._compute.cores / max(threads, 1))
+        threads = len(self._working) + len(self._handled) + (self._threads if self._computes else 0)
+        return min(1.0, self._cores / max(threads, 1))
 
-    def _fill(self) -> None:
-        """Full buckets submit their chunks, and free threads start them."""
-        while self._buckets and (self._buckets[0][0] <= self._done_s + 1e-12 or not self._in_backward):
-            self._queued.extend(self._buckets.popleft()[1])
-        while self._queued and self._running < self._at_once:
-            chunk = self._queued.popleft()
-            self._running += 1
-            self._working[chunk] = chunk.work_s
+    def _go_on(self) -> None:
+        """The program goes on as far as it can, and free threads of the engines start chunks."""
+        while self._program and self._is_over(op := self._program[0]):
+            self._program.popleft()
+            self._left = None
+            if isinstance(op, Submit):
+                self._submit(op)
+        for engine in self._engines:
+            while engine.queued and engine.running < engine.at_once:
+                chunk = engine.queued.popleft()
+                engine.running += 1
+                self._working[chunk] = chunk.work_s
+
+    def _is_over(self, op: Op) -> bool:
+        """Whether the first operation is over; one that takes time is begun."""
+        if isinstance(op, Wait):
+            return not self._pending[op.key]
+        if isinstance(op, Submit):
+            return True
+        self._left = op.seconds if self._left is None else self._left
+        return self._left <= 1e-12
+
+    def _submit(self, op: Submit) -> None:
+        if op.engine not in self._engines:
+            self._engines.append(op.engine)
+        self._pending[op.key] += len(op.traces)
+        for trace in op.traces:
+            op.engine.add(_Chunk(next(self._tickets), op.key, trace, op.engine))
 
     def _end_works(self) -> None:
         for chunk in [chunk for chunk, left in self._handled.items() if left <= 1e-12]:
@@ -200,7 +287,8 @@ class _Rank:
         for chunk in [chunk for chunk, left in self._working.items() if left <= 1e-12]:
             del self._working[chunk]
             if chunk.stage == len(chunk.trace.sends):
-                self._running -= 1
+                chunk.engine.running -= 1
+                self._pending[chunk.key] -= 1
             else:
                 self._asking.add(chunk)
         self._issue()
@@ -208,16 +296,18 @@ class _Rank:
     def _issue(self) -> None:
         """Issue every collective whose turn it is on its lane."""
         for chunk in sorted(self._asking, key=lambda chunk: chunk.ticket):
-            if self._turns[chunk.stage][0] is not chunk:
+            turns = chunk.engine.turns[chunk.stage]
+            if turns[0] is not chunk:
                 continue
             self._asking.remove(chunk)
-            self._turns[chunk.stage].popleft()
-            send = chunk.trace.sends[chunk.stage]
-            waiting_s, sending_s = _cost_s(send, self._link)
-            self._wire_free = max(self._wire_free, self._now) + sending_s
+            turns.popleft()
+            send, link = chunk.trace.sends[chunk.stage], chunk.engine.link
+            waiting_s, sending_s = _cost_s(send, link)
+            free_s = max(self._wire_free.get(id(link), 0.0), self._now) + sending_s
+            self._wire_free[id(link)] = free_s
             chunk.stage += 1
             self._handled[chunk] = _cpu_cost_s(send, self._cpu_cost)
-            heapq.heappush(self._wires, (self._wire_free + waiting_s, chunk.ticket, chunk))
+            heapq.heappush(self._wires, (free_s + waiting_s, chunk.ticket, chunk))
 
     def _end_wires(self) -> None:
         while self._wires and self._wires[0][0] <= self._now + 1e-12:

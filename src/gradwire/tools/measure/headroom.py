@@ -10,11 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.errors import RegisterError, SpecError
 from gradwire.tools.launch.launch import Report, follow
-from gradwire.tools.launch.link import Link
+from gradwire.tools.launch.link import EmulatedLink, Link
 from gradwire.tools.launch.plan import RunPlan, new_plan
 from gradwire.tools.launch.script import Script
 from gradwire.tools.launch.supervise import RunFailed
@@ -28,6 +29,7 @@ from gradwire.tools.measure.alternate import (
     alternating_hook,
     communicates,
 )
+from gradwire.tools.measure.alternate_sharded import KINDS, AlternatingSharded, ShardedClock, Timeline, kind_of
 from gradwire.tools.records.recommend import NETWORK_BOUND
 from gradwire.tools.records.records import quartiles
 
@@ -56,6 +58,21 @@ class Headroom:
     """The number of steps to time, of both kinds together."""
     backward: Backward = UNSEEN
     """The median backward pass without communication, on rank 0."""
+    without_gathers_s: tuple[float, ...] = ()
+    """For models with `fully_shard`: steps whose parameters are gathered in no time."""
+    without_reductions_s: tuple[float, ...] = ()
+    """The same for the reductions of gradients."""
+    timeline: Timeline | None = None
+    """For models with `fully_shard`: the median step without communication, on rank 0."""
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether it is a model with `fully_shard`, whose gathers and reductions are timed separately."""
+        return bool(self.without_gathers_s)
+
+    def exposed_part_s(self, without_s: Sequence[float]) -> float:
+        """How many seconds longer a step is than one that is timed without a part of its communication."""
+        return statistics.median(all_s - part_s for all_s, part_s in zip(self.with_s, without_s, strict=True))
 
     @property
     def exposed_s(self) -> float:
@@ -120,7 +137,13 @@ class Headroom:
             "is_network_bound": self.is_network_bound,
             "is_certain": self.is_certain,
             "verdict": self.verdict(),
+            **(self._parts_dict() if self.is_sharded else {}),
         }
+
+    def _parts_dict(self) -> dict[str, Any]:
+        parts = {"gathers": self.without_gathers_s, "reductions": self.without_reductions_s}
+        steps = {f"without_{name}": _summary(times_s) for name, times_s in parts.items()}
+        return {**steps, **{f"{name}_s": self.exposed_part_s(times_s) for name, times_s in parts.items()}}
 
     def _parts(self) -> list[float]:
         return [1 - without_s / with_s for with_s, without_s in self.rounds()]
@@ -214,8 +237,11 @@ def _check(steps: int, nproc: int | None, torchrun: Sequence[str]) -> None:
         raise SpecError(f"nproc is 1: {ONE_RANK}")
 
 
-def timed(model: DistributedDataParallel, plan: RunPlan) -> None:
+def timed(model: nn.Module, plan: RunPlan) -> None:
     """Time a model of the script, and write a note after every round."""
+    if not isinstance(model, DistributedDataParallel):
+        _timed_sharded(model, plan)
+        return
     group, note = model.process_group, plan.new_note("times")
     if group.size() == 1 and plan.folder not in _clocks:  # fail now, not after all steps
         raise RegisterError(f"the model's process group has one rank: {ONE_RANK}")
@@ -227,6 +253,24 @@ def timed(model: DistributedDataParallel, plan: RunPlan) -> None:
         _clocks[plan.folder] = Clock(plan.job["steps"], publish)
         publish([], UNSEEN)
     model.register_comm_hook(Alternating(model, _clocks[plan.folder], plan.job["link"]), alternating_hook)
+
+
+def _timed_sharded(model: nn.Module, plan: RunPlan) -> None:
+    """The same for a model with `fully_shard`."""
+    note, link = plan.new_note("times"), plan.job["link"]
+
+    def publish(times: list[float], timeline: Timeline | None) -> None:
+        content = {"rank": group.rank(), "ranks": group.size(), "times": times, "sharded": True, "timeline": timeline}
+        plan.write(note, content)
+
+    clock = _clocks.setdefault(plan.folder, ShardedClock(plan.job["steps"], publish))
+    if not isinstance(clock, ShardedClock):
+        raise RegisterError("the script trains both a DDP model and a model with fully_shard; headroom times one kind")
+    emulated = None if link is None else EmulatedLink(Link.parse(link))
+    group = AlternatingSharded(model, clock, emulated).group
+    if group.size() == 1:
+        raise RegisterError(f"the model is sharded over one rank: {ONE_RANK}")
+    publish([], None)
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
@@ -248,7 +292,10 @@ def _steps(note: dict[str, Any]) -> int:
 def _result(plan: RunPlan) -> Headroom | None:
     notes = plan.read("times")
     if not notes:
-        raise RunFailed("the script ended, but it never built a torch.nn.parallel.DistributedDataParallel")
+        raise RunFailed(
+            "the script ended, but it never built a torch.nn.parallel.DistributedDataParallel, and trained no model "
+            "with fully_shard"
+        )
     first = _first(notes)
     if first is None:  # rank 0 runs elsewhere, and has the result there
         return None
@@ -256,15 +303,25 @@ def _result(plan: RunPlan) -> Headroom | None:
     if len(times) < MIN_ROUNDS * len(ORDER):
         need = WARM_UP + MIN_ROUNDS * len(ORDER) + 1
         raise RunFailed(f"the script trained too few steps for a result: let it train at least {need}")
+    setting = {"ranks": ranks, "link": plan.job["link"], "wanted_steps": plan.job["steps"]}
+    if "sharded" in first:
+        return _sharded_result(times, first["timeline"], setting)
     kinds = [communicates(at) for at in range(len(times))]
     return Headroom(
         with_s=tuple(time_s for time_s, kind in zip(times, kinds, strict=True) if kind),
         without_s=tuple(time_s for time_s, kind in zip(times, kinds, strict=True) if not kind),
-        ranks=ranks,
-        link=plan.job["link"],
-        wanted_steps=plan.job["steps"],
         backward=Backward(first["backward_s"], first["came_s"]),
+        **setting,
     )
+
+
+def _sharded_result(times: Sequence[float], timeline: Any, setting: dict[str, Any]) -> Headroom:
+    kinds: list[list[float]] = [[] for _ in KINDS]
+    for at, time_s in enumerate(times):
+        kinds[kind_of(at)].append(time_s)
+    names = ("with_s", "without_reductions_s", "without_gathers_s", "without_s")
+    by_name: dict[str, Any] = {name: tuple(kind) for name, kind in zip(names, kinds, strict=True)}
+    return Headroom(timeline=Timeline.from_json(timeline), **by_name, **setting)
 
 
 def _summary(times_s: Sequence[float]) -> dict[str, Any]:

@@ -20,11 +20,14 @@ from gradwire.engine.fingerprint import sealed
 from gradwire.engine.hook import Hook
 from gradwire.engine.lanes import GroupComm
 from gradwire.engine.runner import Job, Meter
+from gradwire.engine.sharded import ShardedHook
 from gradwire.engine.stream import done
 from gradwire.errors import SpecError
-from gradwire.exchanges import Exchange
+from gradwire.exchanges import Exact, Exchange
 from gradwire.exchanges.base import Levels
 from gradwire.exchanges.bucket import Bucket, Segment
+from gradwire.exchanges.coded import Coded
+from gradwire.exchanges.sharded import Shard
 from gradwire.kernels.memory import Scratch
 
 BucketLayout = tuple[Segment, ...]
@@ -86,6 +89,103 @@ def rehearse(
             known[key] = _rehearse_bucket(exchange, layout, size, steps, at_step, chunk_bytes, other)
         traces.append(known[key])
     return traces
+
+
+# -- models with fully_shard -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class UnitLayout:
+    """The messages of one unit: one call of `fully_shard`."""
+
+    shards: tuple[Shard, ...]
+    gathered: torch.dtype = torch.float32
+    """The type in which its parameters are gathered."""
+    reduced: torch.dtype = torch.float32
+    """The type in which its gradients are reduced."""
+
+    @property
+    def row(self) -> int:
+        """The values that each rank owns."""
+        return sum(shard.padded.numel() for shard in self.shards)
+
+
+def rehearse_scatter(each: Exchange, units: Iterable[UnitLayout], size: int) -> list[list[Trace]]:
+    """The traces of every unit's reduce-scatter on `size` ranks, with `exact` as gloo does it: as an all-reduce."""
+
+    def plain(unit: UnitLayout) -> list[Trace]:
+        sent = 2 * (size - 1) * unit.row * unit.reduced.itemsize
+        return [Trace((Send(0.0, "all_reduce", size, sent),), 0.0)]
+
+    def run(hook: ShardedHook, unit: UnitLayout) -> None:
+        rows = _normal(size, unit.row, unit.reduced)
+        names = [shard.name for shard in unit.shards]
+        hook.begin_backward(0, first=True)
+        hook.scatter(0, rows, torch.empty_like(rows[0]), names, 1 / size, lambda: None).wait()
+
+    return _rehearse_units(each, Exact(), units, size, run, plain)
+
+
+def rehearse_gather(each: Exchange, units: Iterable[UnitLayout], size: int) -> list[list[Trace]]:
+    """The same for the gather of every unit's parameters."""
+
+    def plain(unit: UnitLayout) -> list[Trace]:
+        sent = (size - 1) * unit.row * unit.gathered.itemsize
+        return [Trace((Send(0.0, "all_gather", size, sent),), 0.0)]
+
+    def run(hook: ShardedHook, unit: UnitLayout) -> None:
+        rows = _normal(size, unit.row, unit.gathered)
+        hook.gather_rows(0, rows, tuple(shard.segment for shard in unit.shards)).wait()
+
+    return _rehearse_units(Exact(), each, units, size, run, plain)
+
+
+def _rehearse_units(
+    scatters: Exchange,
+    gathers: Exchange,
+    units: Iterable[UnitLayout],
+    size: int,
+    run: Callable[[ShardedHook, UnitLayout], None],
+    plain: Callable[[UnitLayout], list[Trace]],
+) -> list[list[Trace]]:
+    known: dict[object, list[Trace]] = {}
+    traces, other = [], torch.zeros(COLD_BYTES // 4)
+    for unit in units:
+        key = tuple((shard.whole, shard.padded) for shard in unit.shards), unit.gathered, unit.reduced
+        if not isinstance(scatters, Coded) and not isinstance(gathers, Coded):
+            known[key] = plain(unit) if scatters.averages else []
+        elif key not in known:
+            known[key] = _rehearse_unit(scatters, gathers, unit, size, run, other)
+        traces.append(known[key])
+    return traces
+
+
+def _rehearse_unit(
+    scatters: Exchange,
+    gathers: Exchange,
+    unit: UnitLayout,
+    size: int,
+    run: Callable[[ShardedHook, UnitLayout], None],
+    other: Tensor,
+) -> list[Trace]:
+    runner = _DryRunner(size, CPU)
+    options: dict[str, Any] = {"rank": 0, "size": size, "device": CPU}
+    hook = ShardedHook(scatters, runner, gather=gathers, gather_runner=runner, shards=unit.shards, **options)
+    taken = []
+    for _ in range(STEPS):
+        other.add_(1)
+        runner.traces = []
+        run(hook, unit)
+        taken.append(runner.traces)
+    hook.close()
+    return [_typical(same) for same in zip(*taken, strict=True)]
+
+
+def _normal(size: int, numel: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(size, numel, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+# -- a run without other ranks -----------------------------------------------------------------------------------------
 
 
 def _rehearse_bucket(

@@ -27,6 +27,7 @@ from gradwire.tools.measure.rehearse import BucketLayout, Trace, rehearse
 from gradwire.tools.records.recommend import BASELINE, Option, recommend
 
 MAX_RANKS = 4096
+MODES = ("ddp", "fsdp", "hsdp")
 NOISE_RANKS = 4
 NOISE_SHAPES = ((512, 512), (512,))
 
@@ -44,10 +45,20 @@ class Scene:
     """The cores of each rank; with 1, encoding takes its time from the backward pass."""
     codec_speed: float = 1.0
     """How many times as fast a core is as one of this machine."""
+    mode: str = "ddp"
+    """One of MODES. For the others see `simulate_sharded.py`."""
+    shards: int = 8
+    """For `hsdp`: the number of ranks that parameters are sharded over, inside a node."""
+    inside: Link | None = None
+    """For `hsdp`: the link of each rank inside its node; None: one that takes no time."""
 
     def __post_init__(self) -> None:
         if not self.ranks or not all(2 <= count <= MAX_RANKS for count in self.ranks):
             raise SpecError(f"simulate: ranks must be between 2 and {MAX_RANKS}, got {list(self.ranks)}")
+        if self.mode not in MODES:
+            raise SpecError(f"simulate: mode must be one of {', '.join(MODES)}, got {self.mode!r}")
+        if self.shards < 1:
+            raise SpecError(f"simulate: shards must be at least 1, got {self.shards}")
         if not self.links:
             raise SpecError("simulate: no link to predict for")
         if not 1000 <= self.params <= 10**12:
@@ -68,6 +79,13 @@ class Forecast:
     """Error of the mean, relative to the mean, on random values (`noise_error`)."""
     predictions: tuple[tuple[Prediction, ...], ...]
     """One row for each of `Scene.links`, in the order of `Scene.ranks`."""
+    changes_weights: bool = False
+    """With `fsdp`: the model computes with parameters of fewer than 16 bits. Such a hook is never picked."""
+
+    @property
+    def mark(self) -> str:
+        """What stands behind its name where there is a note below."""
+        return " †" if not self.averages else " ‡" if self.changes_weights else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +115,8 @@ def simulate(hooks: Sequence[str], scene: Scene, *, report: Report = lambda part
 
 def picks(forecasts: Sequence[Forecast], scene: Scene, max_error: float = math.inf) -> list[list[Pick]]:
     """The recommended hooks with at most this error, by link and number of ranks."""
-    fit = [each for each in forecasts if each.hook == BASELINE or (each.averages and each.error <= max_error)]
+    usable = [each for each in forecasts if each.averages and not each.changes_weights]
+    fit = [each for each in forecasts if each.hook == BASELINE or (each in usable and each.error <= max_error)]
     return [[_pick(fit, row, at) for at in range(len(scene.ranks))] for row in range(len(scene.links))]
 
 
@@ -122,7 +141,11 @@ def as_dict(forecasts: Sequence[Forecast], scene: Scene, limits: Sequence[float]
         for limit in limits
     ]
     return {
-        "scene": {**dataclasses.asdict(scene), "links": [str(link) for link in scene.links]},
+        "scene": {
+            **dataclasses.asdict(scene),
+            "links": [str(link) for link in scene.links],
+            "inside": None if scene.inside is None else str(scene.inside),
+        },
         "hooks": [dataclasses.asdict(forecast) for forecast in forecasts],
         "picks": picked,
     }

@@ -69,8 +69,12 @@ class Survey(Pilot):
         """The hooks within the error that are predicted to be among the fastest."""
         self._predicted = self._predict_all()
         fit = super()._candidates()
-        promising = sorted(fit, key=lambda spec: self._predicted[spec].step_s)[:MEASURED]
-        return [spec for spec in fit if spec in promising or spec in ALWAYS]
+        promising = self._promising(sorted(fit, key=lambda spec: self._predicted[spec].step_s))
+        return [spec for spec in fit if spec in promising]
+
+    def _promising(self, fastest: Sequence[str]) -> list[str]:
+        """What to measure, from the hooks within the error in the order of their predictions."""
+        return [*fastest[:MEASURED], *ALWAYS]
 
     def _new_trial(self, errors: Mapping[str, float]) -> Trial:
         """A trial that keeps all steps of all hooks, for the report."""
@@ -93,8 +97,13 @@ class Survey(Pilot):
                 probed.cpu_cost,
                 at_once=at_once,
             )
-            for spec in self.settings.specs
+            for spec in self._names
         }
+        return self._of_first(found)
+
+    def _of_first(self, found: Mapping[str, Prediction]) -> dict[str, Prediction]:
+        """The predictions with the step times of rank 0."""
+        hook = self._hook
         times = torch.tensor([value.step_s for value in found.values()], dtype=torch.float64, device=hook.device)
         first = hook.gather(times)[0].tolist()
         return {spec: replace(value, step_s=step_s) for (spec, value), step_s in zip(found.items(), first, strict=True)}
@@ -120,7 +129,7 @@ class Survey(Pilot):
 
     def _rows(self) -> list[dict[str, Any]]:
         medians, steps_s = self._measured.medians, self._measured.step_s
-        stats = {spec: meter.stats(spec) for spec, meter in self._meters.items()}
+        stats = self._stats()
         return [
             {
                 "hook": spec,
@@ -131,8 +140,12 @@ class Survey(Pilot):
                 "step_s": steps_s.get(spec, []),
                 "split": _split(stats.get(spec), steps_s.get(spec, [])),
             }
-            for spec in self.settings.specs
+            for spec in self._names
         ]
+
+    def _stats(self) -> dict[str, Stats]:
+        """What each hook has done in a step."""
+        return {spec: meter.stats(spec) for spec, meter in self._meters.items()}
 
 
 def _split(stats: Stats | None, step_s: Sequence[float]) -> dict[str, float] | None:

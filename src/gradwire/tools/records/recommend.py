@@ -52,11 +52,17 @@ class Recommendation:
     """`Use int8`, `Do not compress`, `Too noisy to say` or `No recommendation`."""
     reason: str
     """One or more whole sentences."""
+    model: str = "ddp_model"
+    """What the model is called in `code`."""
 
     @property
     def code(self) -> str:
         """The line to add to a program; empty if there is none."""
-        return f'gradwire.register(ddp_model, "{self.hook}")' if self.hook else ""
+        if self.hook is None:
+            return ""
+        spec, _, gather = self.hook.partition("/")  # a pair, for a model with fully_shard
+        arguments = f'"{spec}", gather="{gather}"' if gather else f'"{spec}"'
+        return f"gradwire.register({self.model}, {arguments})"
 
     def __str__(self) -> str:
         return f"{self.title}. {self.reason}"

@@ -62,7 +62,7 @@ def advice_to_html(advice: Advice) -> str:
         f"A model of {advice.params / 1e6:.3g}M parameters on {advice.headroom.ranks} ranks was measured while its own "
         f"script trained it. The hooks took turns, with {len(runs[0].record.step_s)} timed steps each. Step times are "
         "medians with quartiles over the steps of the slowest rank. Speed-ups are relative to the hook exact, which "
-        "sends what plain DDP sends."
+        f"sends what plain {'FSDP2' if advice.headroom.is_sharded else 'DDP'} sends."
     )
     return to_html(summarise(runs), finding(advice, lead))
 

@@ -25,6 +25,7 @@ def to_html(forecasts: Sequence[Forecast], scene: Scene, limits: Sequence[float]
         scene=scene,
         forecasts=forecasts,
         latency=latency_text(scene),
+        mode=mode_text(scene),
         choices=[limit_text(limit) for limit in limits],
         colours={hook: colour(hook, hooks) for hook in hooks},
         heads=["link", *(f"{count} ranks" for count in scene.ranks)],
@@ -55,6 +56,14 @@ def link_text(link: Link, scene: Scene) -> str:
     """The rate of a link, and its latency if the links of the scene differ in it."""
     differ = len({other.latency_s for other in scene.links}) > 1
     return rate_text(link.bits_per_s) + (f", {_latency(link.latency_s)}" if differ else "")
+
+
+def mode_text(scene: Scene) -> str:
+    """How the model is parallelised."""
+    if scene.mode != "hsdp":
+        return scene.mode.upper()
+    inside = "no time" if scene.inside is None else f"a link of {rate_text(scene.inside.bits_per_s)}"
+    return f"HSDP with {scene.shards} shards and {inside} inside a node"
 
 
 def latency_text(scene: Scene) -> str:
