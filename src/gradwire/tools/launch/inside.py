@@ -33,9 +33,9 @@ def built(model: DistributedDataParallel) -> None:
 
 
 def sharded(model: nn.Module) -> None:
-    """The same for the root of a model with `fully_shard`. Only `gradwire run` knows what to do with one."""
+    """The same for the root of a model with `fully_shard`, for the verbs that know what to do with one."""
     plan = RunPlan.current()
-    if plan is not None and plan.verb == "run":
+    if plan is not None and plan.verb in ("run", "compare"):
         note_uncaught(plan)
         plan.follow(model)
 

@@ -170,6 +170,8 @@ def launch(
     nproc: int | None = None,
     torchrun: Sequence[str] = (),
     enough: Callable[[], bool] = lambda: False,
+    env: Mapping[str, str] | None = None,
+    quiet: bool = False,
 ) -> None:
     """Run a script to its end, or until `enough()`.
 
@@ -180,6 +182,8 @@ def launch(
         torchrun: Options of torchrun, which then starts the ranks. With neither, the script runs once, as scripts do
             that start their ranks by themselves.
         enough: Called at every tick; True ends the run.
+        env: More environment variables for the script.
+        quiet: Do not show the output of the script; if it fails, the error has the end of it.
 
     Raises:
         RunFailed: The script failed; see `supervise`.
@@ -187,20 +191,23 @@ def launch(
     """
     if nproc is not None:
         check_nproc(nproc)
-    env = {**os.environ, **plan.environment(), PARENT: str(os.getpid())}
+    env = {**os.environ, **plan.environment(), **(env or {}), PARENT: str(os.getpid())}
+    log = Path(plan.folder, "output.log") if quiet else None
     if torchrun:
         count = [] if nproc is None else [f"--nproc-per-node={nproc}"]
         words = [*_python(), "-m", MODULE, "--torchrun", *count, *torchrun, "-m", MODULE, *script.words()]
-        supervise([Command("torchrun", words, env)], plan, enough)
+        supervise([Command("torchrun", words, env, log)], plan, enough)
         return
     words = [*_python(), "-u", "-P", "-m", MODULE, *script.words()]  # -u as torchrun has it
     if nproc is None:
         with _hint_for_ranks():
-            supervise([Command("the script", words, env)], plan, enough)
+            supervise([Command("the script", words, env, log)], plan, enough)
         return
     with _rendezvous(nproc) as shared:
         env = {"OMP_NUM_THREADS": str(threads_each(nproc)), **env, **shared}
-        supervise([Command(f"{RANK}{rank}", words, {**env, **_numbers(rank)}) for rank in range(nproc)], plan, enough)
+        logs = [Path(plan.folder, f"rank{rank}.log") if quiet else None for rank in range(nproc)]
+        named = [Command(f"{RANK}{at}", words, {**env, **_numbers(at)}, log) for at, log in enumerate(logs)]
+        supervise(named, plan, enough)
 
 
 @contextlib.contextmanager

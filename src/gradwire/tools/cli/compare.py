@@ -1,0 +1,138 @@
+"""`gradwire compare`."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from gradwire.errors import SpecError
+from gradwire.tools.cli.advise import check_hooks
+from gradwire.tools.cli.arguments import add_json, add_link, add_script, add_verb, ranks_of, script_of
+from gradwire.tools.measure.compare import Entry, Plan, compare
+from gradwire.tools.records.curves import read_curves
+from gradwire.tools.records.jsonl import json_text
+from gradwire.tools.records.progress import progress
+from gradwire.tools.records.table import text_table
+from gradwire.tools.records.verdicts import Comparison, Row, conclude
+from gradwire.tools.report.write import check_writable
+
+DESCRIPTION = """\
+Run an unmodified script under several hooks with the same seeds, record the loss of every step, and report whether a
+hook harms the training: the gap to the reference, its confidence interval, and the smallest gap that these runs could
+have shown. The runs are kept in a file; a second call with the same file runs only what is missing.
+"""
+EXAMPLES = """\
+gradwire compare --hooks exact int4 powersgd:rank=8 --steps 300 --seeds 3 --nproc 2 train.py --epochs 1
+gradwire compare --hooks exact int4 --steps 300 --link 100mbit --nproc 2 train.py     loss over seconds on that link
+gradwire compare --hooks exact int2 --metric val_loss --nproc 2 train.py              a value of gradwire.log
+gradwire compare --variant "adamw=" --variant "lion=--optimizer lion" --steps 500 --nproc 2 train.py
+"""
+STEPS = 300
+
+
+def add(verbs: Any, line: str) -> None:
+    """Add the verb and its options."""
+    parser = add_verb(verbs, "compare", line, DESCRIPTION, EXAMPLES)
+    option = parser.add_argument
+    option(
+        "--hooks",
+        nargs="+",
+        default=[],
+        metavar="SPEC",
+        help="hooks to compare, the reference first; plain is DDP without a hook",
+    )
+    option(
+        "--variant",
+        action="append",
+        default=[],
+        metavar="NAME[@HOOK]=ARGS",
+        help="the script with more arguments, under a hook if one is named; several are possible",
+    )
+    option("--reference", metavar="NAME", help="the hook or variant to compare with (default: the first one)")
+    option("--steps", type=int, help="end the script after so many steps (default: at its own end)")
+    option("--seeds", type=int, default=3, metavar="N", help="number of seeds (default: %(default)s)")
+    option("--first-seed", type=int, default=0, metavar="N", help="the first of them (default: %(default)s)")
+    option("--seed-arg", metavar="OPTION", help="an option of the script that takes a seed, such as --seed-arg=--seed")
+    option("--metric", metavar="NAME", help="compare the last value of gradwire.log(NAME, value) instead of the loss")
+    option(
+        "--target-loss",
+        type=float,
+        metavar="LOSS",
+        help="report who reaches this loss first (default: the reference's)",
+    )
+    option("--tolerance", type=float, metavar="GAP", help="gaps below this count as small (default: the seeds' spread)")
+    option("--gather", metavar="SPEC", help="for models with fully_shard: how parameters are gathered, such as bf16")
+    add_link(parser)
+    option(
+        "--out", type=Path, default=Path("compare.jsonl"), help="file of runs, made or continued (default: %(default)s)"
+    )
+    add_json(parser)
+    add_script(parser, required=True)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Run what is missing, and print the comparison."""
+    check_hooks(args.hooks)
+    plan = plan_of(args)
+    check_writable(args.out)
+    with progress(sys.stderr, "gradwire compare") as report:
+        compare(plan, args.out, report=report)
+    names, seeds = [entry.name for entry in plan.entries], set(plan.seeds)
+    curves = [curve for curve in read_curves(args.out) if curve.name in names and curve.seed in seeds]
+    result = conclude(curves, names, target=args.target_loss, tolerance=args.tolerance)
+    content = {**result.as_dict(), "runs": str(args.out)}
+    print(json_text(content) if args.json else f"{to_text(result)}\n\nruns: {args.out}", flush=True)
+
+
+def plan_of(args: argparse.Namespace) -> Plan:
+    """What to run. SpecError if that makes no sense."""
+    if args.seeds < 1:
+        raise SpecError(f"--seeds must be at least 1, got {args.seeds}")
+    entries = [*map(Entry.of_hook, args.hooks), *map(Entry.of_variant, args.variant)]
+    if args.reference is not None:
+        entries.sort(key=lambda entry: entry.name != args.reference)
+        if not entries or entries[0].name != args.reference:
+            raise SpecError(f"--reference {args.reference} must be one of {', '.join(entry.name for entry in entries)}")
+    ranks = ranks_of(args)
+    return Plan(
+        script=script_of(args),
+        entries=tuple(entries),
+        seeds=tuple(range(args.first_seed, args.first_seed + args.seeds)),
+        steps=args.steps,
+        link=args.link,
+        gather=args.gather,
+        metric=args.metric,
+        seed_arg=args.seed_arg,
+        nproc=ranks["nproc"],
+        torchrun=tuple(ranks["torchrun"]),
+    )
+
+
+def to_text(result: Comparison) -> str:
+    """A table, a sentence for every hook, and who is first."""
+    link = "" if result.link is None else f" on an emulated link of {result.link}"
+    title = (
+        f"{result.metric or 'loss'} after {result.steps} steps (mean of the last {result.window}), seeds "
+        f"{', '.join(map(str, result.seeds))}, {result.ranks} ranks{link}"
+    )
+    heads = ("hook", "final", "gap", "95%", "visible gap", "ms/step", "MB/step", f"s to {result.target:.4g}")
+    table = text_table([heads, *map(_cells, result.rows)], right=range(1, len(heads)))
+    width = max(len(row.name) for row in result.rows)
+    sentences = [f"{row.name.ljust(width)}  {row.sentence}" for row in result.rows[1:]]
+    spread = f"Spread between seeds: {result.spread:.4f}."
+    return "\n".join([title, table, "", *sentences, "", spread])
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    mean = sum(row.finals.values()) / len(row.finals) if row.finals else None
+    gap = row.gap
+    return (
+        row.name,
+        "-" if mean is None else f"{mean:.4f}",
+        "-" if gap is None else f"{gap.mean:+.4f}",
+        "-" if gap is None else f"+-{gap.half_width:.4f}",
+        "-" if gap is None else f"{gap.visible:.4f}",
+        f"{1e3 * row.step_s:.1f}",
+        "-" if row.sent_bytes is None else f"{row.sent_bytes / 1e6:.3f}",
+        "-" if row.reached_s is None else f"{row.reached_s:.1f}",
+    )
