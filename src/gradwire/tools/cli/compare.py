@@ -12,9 +12,9 @@ from gradwire.tools.measure.compare import Entry, Plan, compare
 from gradwire.tools.records.curves import read_curves
 from gradwire.tools.records.jsonl import json_text
 from gradwire.tools.records.progress import progress
-from gradwire.tools.records.table import text_table
-from gradwire.tools.records.verdicts import Comparison, Row, conclude
-from gradwire.tools.report.write import check_writable
+from gradwire.tools.records.verdicts import conclude
+from gradwire.tools.report.comparison import to_html, to_text
+from gradwire.tools.report.write import check_page, check_writable, save
 
 DESCRIPTION = """\
 Run an unmodified script under several hooks with the same seeds, record the loss of every step, and report whether a
@@ -27,7 +27,6 @@ gradwire compare --hooks exact int4 --steps 300 --link 100mbit --nproc 2 train.p
 gradwire compare --hooks exact int2 --metric val_loss --nproc 2 train.py              a value of gradwire.log
 gradwire compare --variant "adamw=" --variant "lion=--optimizer lion" --steps 500 --nproc 2 train.py
 """
-STEPS = 300
 
 
 def add(verbs: Any, line: str) -> None:
@@ -50,7 +49,7 @@ def add(verbs: Any, line: str) -> None:
     )
     option("--reference", metavar="NAME", help="the hook or variant to compare with (default: the first one)")
     option("--steps", type=int, help="end the script after so many steps (default: at its own end)")
-    option("--seeds", type=int, default=3, metavar="N", help="number of seeds (default: %(default)s)")
+    option("--seeds", type=int, default=5, metavar="N", help="number of seeds (default: %(default)s)")
     option("--first-seed", type=int, default=0, metavar="N", help="the first of them (default: %(default)s)")
     option("--seed-arg", metavar="OPTION", help="an option of the script that takes a seed, such as --seed-arg=--seed")
     option("--metric", metavar="NAME", help="compare the last value of gradwire.log(NAME, value) instead of the loss")
@@ -66,6 +65,7 @@ def add(verbs: Any, line: str) -> None:
     option(
         "--out", type=Path, default=Path("compare.jsonl"), help="file of runs, made or continued (default: %(default)s)"
     )
+    option("--report", type=Path, metavar="PATH", help="write a page with loss curves, such as compare.html")
     add_json(parser)
     add_script(parser, required=True)
 
@@ -75,13 +75,18 @@ def run(args: argparse.Namespace) -> None:
     check_hooks(args.hooks)
     plan = plan_of(args)
     check_writable(args.out)
+    if args.report is not None:
+        check_page(args.report)
     with progress(sys.stderr, "gradwire compare") as report:
         compare(plan, args.out, report=report)
     names, seeds = [entry.name for entry in plan.entries], set(plan.seeds)
     curves = [curve for curve in read_curves(args.out) if curve.name in names and curve.seed in seeds]
     result = conclude(curves, names, target=args.target_loss, tolerance=args.tolerance)
-    content = {**result.as_dict(), "runs": str(args.out)}
-    print(json_text(content) if args.json else f"{to_text(result)}\n\nruns: {args.out}", flush=True)
+    if args.report is not None:
+        save(args.report, to_html(result))
+    paths = {"runs": str(args.out), "report": None if args.report is None else str(args.report)}
+    where = "\n".join(f"{name}: {path}" for name, path in paths.items() if path is not None)
+    print(json_text({**result.as_dict(), **paths}) if args.json else f"{to_text(result)}\n\n{where}", flush=True)
 
 
 def plan_of(args: argparse.Namespace) -> Plan:
@@ -105,34 +110,4 @@ def plan_of(args: argparse.Namespace) -> Plan:
         seed_arg=args.seed_arg,
         nproc=ranks["nproc"],
         torchrun=tuple(ranks["torchrun"]),
-    )
-
-
-def to_text(result: Comparison) -> str:
-    """A table, a sentence for every hook, and who is first."""
-    link = "" if result.link is None else f" on an emulated link of {result.link}"
-    title = (
-        f"{result.metric or 'loss'} after {result.steps} steps (mean of the last {result.window}), seeds "
-        f"{', '.join(map(str, result.seeds))}, {result.ranks} ranks{link}"
-    )
-    heads = ("hook", "final", "gap", "95%", "visible gap", "ms/step", "MB/step", f"s to {result.target:.4g}")
-    table = text_table([heads, *map(_cells, result.rows)], right=range(1, len(heads)))
-    width = max(len(row.name) for row in result.rows)
-    sentences = [f"{row.name.ljust(width)}  {row.sentence}" for row in result.rows[1:]]
-    spread = f"Spread between seeds: {result.spread:.4f}."
-    return "\n".join([title, table, "", *sentences, "", spread])
-
-
-def _cells(row: Row) -> tuple[str, ...]:
-    mean = sum(row.finals.values()) / len(row.finals) if row.finals else None
-    gap = row.gap
-    return (
-        row.name,
-        "-" if mean is None else f"{mean:.4f}",
-        "-" if gap is None else f"{gap.mean:+.4f}",
-        "-" if gap is None else f"+-{gap.half_width:.4f}",
-        "-" if gap is None else f"{gap.visible:.4f}",
-        f"{1e3 * row.step_s:.1f}",
-        "-" if row.sent_bytes is None else f"{row.sent_bytes / 1e6:.3f}",
-        "-" if row.reached_s is None else f"{row.reached_s:.1f}",
     )

@@ -12,10 +12,9 @@ from __future__ import annotations
 import math
 import shlex
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -38,8 +37,8 @@ SAME = 1e-5
 GIVE_UP = 20
 """A run ends after so many losses in a row that are not finite."""
 NO_LOSS = (
-    "the script trained no step that could be recorded: compare needs a scalar loss on which backward() is called, in a "
-    "model with DistributedDataParallel or fully_shard, or followed by the step of an optimizer"
+    "the script trained no step that could be recorded: compare needs a scalar loss on which backward() is called, "
+    "in a model with DistributedDataParallel or fully_shard, or followed by the step of an optimizer"
 )
 FIX_SEED = (
     "So runs with the same seed are not the same training, and cannot be compared in pairs. Let the script take all "
@@ -145,7 +144,7 @@ def compare(plan: Plan, path: Path, *, report: Report = lambda part, doing: None
 
     Raises:
         SpecError: The file has runs under other conditions. Nothing has been started.
-        RunFailed: The reference failed, or the runs of one seed are not the same training. The file has all runs so far.
+        RunFailed: The reference failed, or the runs of a seed are not the same training. The file has all runs so far.
     """
     conditions = plan.conditions
     held = read_curves(path)

@@ -18,6 +18,7 @@ Each rank appends to a file of its own in the folder of the plan, as `RankCurve`
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import multiprocessing.util
 import os
@@ -320,7 +321,7 @@ class RunCurves:
     def step_s(self) -> list[float]:
         """Of every step but the first, the time on the slowest rank."""
         times = [curve.times_s for curve in self.ranks]
-        spans = [[after - before for before, after in zip(each, each[1:], strict=False)] for each in times]
+        spans = [[after - before for before, after in itertools.pairwise(each)] for each in times]
         return [max(values) for values in _rows(spans, max(self.steps - 1, 0))]
 
     def metric(self) -> list[tuple[int, float]]:

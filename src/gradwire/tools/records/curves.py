@@ -115,6 +115,8 @@ def source_of(path: Path) -> str:
 
 def is_curves(path: Path) -> bool:
     """Whether a file begins with a run of `gradwire compare`."""
+    if not path.is_file():
+        return False
     with path.open("rb") as file:
         return f'"kind": "{KIND}"'.encode() in file.readline(200)
 
@@ -164,9 +166,8 @@ def check_conditions(curves: Sequence[Curve], wanted: Conditions, path: Path) ->
 
 def _is_whole(tail: bytes) -> bool:
     """Whether the text after the last newline is a complete line. What is not the beginning of one is not ours."""
-    if not tail or (tail[: len(START)] == START[: len(tail)] and _json(tail) is None):
-        return False
-    return True
+    is_torn = tail[: len(START)] == START[: len(tail)] and _json(tail) is None
+    return bool(tail) and not is_torn
 
 
 def _json(line: bytes) -> object | None:

@@ -130,12 +130,12 @@ class Gap:
         return self.mean + self.half_width
 
 
-def gap_of(by_seed: Mapping[int, float], others: Sequence[Mapping[int, float]] = ()) -> Gap:
-    """The mean gap with its interval.
+def gap_of(by_seed: Mapping[int, float]) -> Gap:
+    """The mean gap with its interval, from hook minus reference by seed.
 
-    Args:
-        by_seed: Hook minus reference, by seed.
-        others: The same of the other hooks of the comparison.
+    The spread is that of this hook alone. A spread pooled over all hooks would give narrower intervals, but hooks
+    differ in it: if one has three times the spread of the others, its pooled 95% interval holds the true gap in only
+    83 to 86% of all comparisons of 3 seeds, and the answer about a hook would depend on the company it is in.
     """
     values = list(by_seed.values())
     mean, count = statistics.fmean(values), len(values)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from gradwire.tools.records.curves import Curve
+from gradwire.tools.records.jsonl import RecordsError
 from gradwire.tools.records.paired import Gap, final, gap_of, seeds_needed, smoothed, window_of
 
 TOLERANCE = 0.005
@@ -26,15 +27,12 @@ class Row:
     finals: Mapping[int, float]
     """By seed, the mean loss at the end."""
     gap: Gap | None
-    """None for the reference, and without two finite runs to subtract."""
+    """None for the reference, and if a run failed or diverged."""
     verdict: str
     """HURTS, SLIGHT, FINE, UNKNOWN or FAILED; empty for the reference."""
     sentence: str
-    curve: tuple[float, ...]
-    """By step, the mean over the seeds, smoothed."""
-    low: tuple[float, ...]
-    """The smallest of the seeds, smoothed."""
-    high: tuple[float, ...]
+    curves: Mapping[int, tuple[float, ...]]
+    """By seed, the smoothed loss of every step."""
     step_s: float
     """The median over the seeds of the median step time."""
     sent_bytes: float | None
@@ -45,6 +43,16 @@ class Row:
     def reached_s(self) -> float | None:
         """The same in seconds."""
         return None if self.reached is None else self.reached * self.step_s
+
+    @property
+    def curve(self) -> tuple[float, ...]:
+        """By step, the mean over the seeds."""
+        return _means(self.curves.values())
+
+    def gaps(self, reference: Row) -> list[tuple[float, ...]]:
+        """For every seed, by step, the smoothed loss minus that of the reference."""
+        pairs = [(curve, reference.curves[seed]) for seed, curve in self.curves.items() if seed in reference.curves]
+        return [tuple(ours - theirs for ours, theirs in zip(*pair, strict=True)) for pair in pairs]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,6 +170,18 @@ def conclude(
     )
 
 
+def conclude_all(curves: Sequence[Curve]) -> Comparison:
+    """Compare all runs of a file. The first hook or variant in it is the reference.
+
+    Raises:
+        RecordsError: No run of the reference has ended well, so that there is nothing to compare with.
+    """
+    names = list(dict.fromkeys(curve.name for curve in curves))
+    if not any(curve.name == names[0] and _is_finite(curve) for curve in curves):
+        raise RecordsError(f"no run of the reference {names[0]} has ended well; run `gradwire compare` again")
+    return conclude(curves, names)
+
+
 def _is_finite(curve: Curve) -> bool:
     return not curve.failed and curve.diverged_at is None
 
@@ -199,11 +219,11 @@ def _row(
     target: float,
 ) -> Row:
     mine = [curve for curve in curves if curve.name == name]
-    shown = [smoothed(curve.losses[:steps], window) for curve in mine if _is_finite(curve)]
-    mean = tuple(map(statistics.fmean, zip(*shown, strict=True)))
+    shown = {curve.seed: tuple(smoothed(curve.losses[:steps], window)) for curve in mine if _is_finite(curve)}
+    mean = _means(shown.values())
     times = [curve.step_s for curve in mine if not math.isnan(curve.step_s)]
-    others = [gaps[other] for other in gaps if other != name and len(gaps[other]) > 1]
-    gap = gap_of(gaps[name], others) if gaps.get(name) else None
+    lost = any(curve.failed or curve.diverged_at is not None for curve in mine)  # then the other seeds prove little
+    gap = gap_of(gaps[name]) if gaps.get(name) and not lost else None
     verdict, sentence = ("", "the reference") if name not in gaps else judge(mine, gap, scale)
     return Row(
         name=name,
@@ -212,13 +232,17 @@ def _row(
         gap=gap,
         verdict=verdict,
         sentence=sentence,
-        curve=mean,
-        low=tuple(map(min, zip(*shown, strict=True))),
-        high=tuple(map(max, zip(*shown, strict=True))),
+        curves=shown,
         step_s=statistics.median(times) if times else math.nan,
         sent_bytes=next((curve.sent_bytes for curve in mine if curve.sent_bytes is not None), None),
-        reached=next((at for at, loss in enumerate(mean, start=1) if at >= window and loss <= target), None),
+        reached=None
+        if lost
+        else next((at for at, loss in enumerate(mean, 1) if at >= window and loss <= target), None),
     )
+
+
+def _means(curves: Iterable[Sequence[float]]) -> tuple[float, ...]:
+    return tuple(map(statistics.fmean, zip(*curves, strict=True)))
 
 
 def judge(curves: Sequence[Curve], gap: Gap | None, scale: Scale) -> tuple[str, str]:
@@ -238,7 +262,7 @@ def judge(curves: Sequence[Curve], gap: Gap | None, scale: Scale) -> tuple[str, 
 
 
 def _by_interval(gap: Gap, scale: Scale) -> tuple[str, str]:
-    digits = f".{_digits(min(gap.half_width, abs(scale.tolerance)))}f"
+    digits = f".{decimals(min(gap.half_width, scale.tolerance))}f"
     mean, half, visible = f"{gap.mean:+{digits}}", f"{gap.half_width:{digits}}", f"{gap.visible:{digits}}"
     if math.isinf(gap.half_width):
         return UNKNOWN, f"cannot tell: one seed with a gap of {mean} shows no spread; use --seeds 3 or more"
@@ -255,8 +279,8 @@ def _by_interval(gap: Gap, scale: Scale) -> tuple[str, str]:
     return UNKNOWN, f"cannot tell: gap {mean} +- {half}, and only a gap above {visible} would have been seen; {more}"
 
 
-def _digits(size: float) -> int:
-    """Decimals with which two digits of `size` are seen."""
+def decimals(size: float) -> int:
+    """As many as it takes to show two digits of `size`, and 4 if that says nothing."""
     if not 0 < size < math.inf:
         return 4
-    return min(max(1 - math.floor(math.log10(size)), 0), 6)
+    return min(max(1 - math.floor(math.log10(size)), 0), 7)
