@@ -55,7 +55,8 @@ def _report_comparison(records: Path, path: Path | None, *, kind: str, as_json: 
         if target is not None:
             save(target, text)
         content = {**result.as_dict(), "report": None if target is None else str(target)}
-        out.write(f"{json_text(content) if as_json else f'{comparison.to_text(result)}\nreport: {target}'}\n")
+        shown = json_text(content) if as_json else f"{comparison.to_text(result)}\nreport: {target}"
+        out.write(f"{shown}\n")
     out.flush()
 
 
