@@ -9,6 +9,7 @@ from gradwire.errors import SpecError
 from gradwire.tools.cli.advise import check_hooks
 from gradwire.tools.cli.arguments import add_json, add_link, add_script, add_verb, ranks_of, script_of
 from gradwire.tools.measure.compare import Entry, Plan, compare
+from gradwire.tools.measure.headroom import EXTRA_STEPS, built_in
 from gradwire.tools.records.curves import read_curves
 from gradwire.tools.records.jsonl import json_text
 from gradwire.tools.records.progress import progress
@@ -22,11 +23,14 @@ hook harms the training: the gap to the reference, its confidence interval, and 
 have shown. The runs are kept in a file; a second call with the same file runs only what is missing.
 """
 EXAMPLES = """\
-gradwire compare --hooks exact int4 powersgd:rank=8 --steps 300 --seeds 3 --nproc 2 train.py --epochs 1
+gradwire compare --hooks exact int4 sign --steps 100                                  the built-in GPT on 2 ranks
+gradwire compare --hooks exact int4 powersgd:rank=8 --steps 300 --nproc 2 train.py --epochs 1
 gradwire compare --hooks exact int4 --steps 300 --link 100mbit --nproc 2 train.py     loss over seconds on that link
 gradwire compare --hooks exact int2 --metric val_loss --nproc 2 train.py              a value of gradwire.log
 gradwire compare --variant "adamw=" --variant "lion=--optimizer lion" --steps 500 --nproc 2 train.py
 """
+STEPS = 300
+"""For the built-in GPT."""
 
 
 def add(verbs: Any, line: str) -> None:
@@ -67,7 +71,7 @@ def add(verbs: Any, line: str) -> None:
     )
     option("--report", type=Path, metavar="PATH", help="write a page with loss curves, such as compare.html")
     add_json(parser)
-    add_script(parser, required=True)
+    add_script(parser, required=False)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -99,15 +103,18 @@ def plan_of(args: argparse.Namespace) -> Plan:
         if not entries or entries[0].name != args.reference:
             raise SpecError(f"--reference {args.reference} must be one of {', '.join(entry.name for entry in entries)}")
     ranks = ranks_of(args)
+    script, nproc = script_of(args) if args.script else None, ranks["nproc"]
+    if script is None:
+        script, nproc = built_in((args.steps or STEPS) + EXTRA_STEPS, nproc)
     return Plan(
-        script=script_of(args),
+        script=script,
         entries=tuple(entries),
         seeds=tuple(range(args.first_seed, args.first_seed + args.seeds)),
-        steps=args.steps,
+        steps=args.steps if args.script else args.steps or STEPS,
         link=args.link,
         gather=args.gather,
         metric=args.metric,
         seed_arg=args.seed_arg,
-        nproc=ranks["nproc"],
+        nproc=nproc,
         torchrun=tuple(ranks["torchrun"]),
     )

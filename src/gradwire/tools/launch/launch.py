@@ -11,6 +11,7 @@ from typing import Any
 
 from gradwire._torch import TCPStore
 from gradwire.errors import SpecError
+from gradwire.tools.launch.forked import ForkServer
 from gradwire.tools.launch.plan import ORDER, PARENT, Notes, RunPlan, new_folder
 from gradwire.tools.launch.script import Script, run_under
 from gradwire.tools.launch.supervise import RANK, Command, RunFailed, supervise
@@ -172,6 +173,7 @@ def launch(
     enough: Callable[[], bool] = lambda: False,
     env: Mapping[str, str] | None = None,
     quiet: bool = False,
+    server: ForkServer | None = None,
 ) -> None:
     """Run a script to its end, or until `enough()`.
 
@@ -184,6 +186,7 @@ def launch(
         enough: Called at every tick; True ends the run.
         env: More environment variables for the script.
         quiet: Do not show the output of the script; if it fails, the error has the end of it.
+        server: With `nproc` and `quiet`: fork the ranks from this server instead of starting interpreters.
 
     Raises:
         RunFailed: The script failed; see `supervise`.
@@ -206,8 +209,24 @@ def launch(
     with _rendezvous(nproc) as shared:
         env = {"OMP_NUM_THREADS": str(threads_each(nproc)), **env, **shared}
         logs = [Path(plan.folder, f"rank{rank}.log") if quiet else None for rank in range(nproc)]
-        named = [Command(f"{RANK}{at}", words, {**env, **_numbers(at)}, log) for at, log in enumerate(logs)]
+        words = script.words() if server is not None else words
+        named = [Command(f"{RANK}{at}", words, {**env, **_numbers(at)}, log, server) for at, log in enumerate(logs)]
         supervise(named, plan, enough)
+
+
+@contextlib.contextmanager
+def fork_server(nproc: int | None, modules: Sequence[str]) -> Iterator[ForkServer | None]:
+    """A server for `launch` that has imported these modules; None without `nproc`, or where processes cannot fork."""
+    if nproc is None or not hasattr(os, "fork"):
+        yield None
+        return
+    words = [*_python(), "-u", "-P", "-m", MODULE, "--fork-server", *modules]
+    env = {"OMP_NUM_THREADS": str(threads_each(nproc)), **os.environ, "PYTHONHASHSEED": "0", PARENT: str(os.getpid())}
+    server = ForkServer(words, env)
+    try:
+        yield server
+    finally:
+        server.close()
 
 
 @contextlib.contextmanager

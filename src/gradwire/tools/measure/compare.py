@@ -21,7 +21,8 @@ import torch
 from gradwire.auto.settings import auto
 from gradwire.errors import SpecError
 from gradwire.exchanges import exchange
-from gradwire.tools.launch.launch import Report, is_rank, launch
+from gradwire.tools.launch.forked import ForkServer
+from gradwire.tools.launch.launch import Report, fork_server, is_rank, launch
 from gradwire.tools.launch.link import Link
 from gradwire.tools.launch.plan import RunPlan, new_plan
 from gradwire.tools.launch.script import Script
@@ -30,6 +31,8 @@ from gradwire.tools.measure.losses import RunCurves
 from gradwire.tools.records.curves import Conditions, Curve, append_curves, check_conditions, read_curves, source_of
 from gradwire.tools.records.records import PLAIN, quartiles
 
+PRELOAD = ("gradwire.testing.preload", "gradwire.tools.measure.losses")
+"""What every run needs, so that it is imported once."""
 CHECK_STEPS = 10
 """The steps of the second run of the reference."""
 SAME = 1e-5
@@ -151,9 +154,11 @@ def compare(plan: Plan, path: Path, *, report: Report = lambda part, doing: None
     check_conditions(held, conditions, path)
     curves = {curve.key: curve for curve in held if not curve.failed}
     wanted = [(entry, seed) for seed in plan.seeds for entry in plan.entries]
-    todo = _Todo(plan, conditions, path, curves, report, total=sum((e.name, s) not in curves for e, s in wanted))
-    for entry, seed in wanted:
-        todo.run(entry, seed)
+    missing = sum((entry.name, seed) not in curves for entry, seed in wanted)
+    with fork_server(None if plan.torchrun or not missing else plan.nproc, PRELOAD) as server:
+        todo = _Todo(plan, conditions, path, curves, report, missing, server)
+        for entry, seed in wanted:
+            todo.run(entry, seed)
     return [curves[entry.name, seed] for entry, seed in wanted if (entry.name, seed) in curves]
 
 
@@ -168,9 +173,10 @@ class _Todo:
         curves: dict[tuple[str, int], Curve],
         report: Report,
         total: int,
+        server: ForkServer | None,
     ) -> None:
         self._plan, self._conditions, self._path, self._curves = plan, conditions, path, curves
-        self._report, self._total, self._done = report, total, 0
+        self._report, self._total, self._done, self._server = report, total, 0, server
 
     def run(self, entry: Entry, seed: int) -> None:
         """Run one entry with one seed, unless the file holds it, or the entry has failed already."""
@@ -183,6 +189,8 @@ class _Todo:
             self._done += 1
             if entry == reference:
                 self._check_reference(curve)
+        elif entry == reference:
+            _check_trained(self._curves[key])
         if key in self._curves and not self._curves[key].failed:
             self._check_pair(self._curves[key], self._curves[reference.name, seed])
 
@@ -191,17 +199,11 @@ class _Todo:
             whole = (self._done + part) / max(self._total, 1)
             self._report(min(whole, 1.0), f"{entry.name}, seed {seed}: {doing}{text}")
 
-        return run_once(self._plan, self._conditions, entry, seed, steps, show)
+        return run_once(self._plan, self._conditions, entry, seed, steps, show, self._server)
 
     def _check_reference(self, curve: Curve) -> None:
         """The reference must train; its first run is repeated, and the seeds must make a difference."""
-        if curve.failed:
-            raise RunFailed(f"the reference {curve.name} failed with seed {curve.seed}: {curve.failed}")
-        if curve.diverged_at is not None:
-            raise RunFailed(
-                f"the reference {curve.name} has no finite loss from step {curve.diverged_at} on with seed "
-                f"{curve.seed}, so there is nothing to compare with"
-            )
+        _check_trained(curve)
         same = [c for c in self._curves.values() if c.name == curve.name and c.seed != curve.seed]
         if not same:
             again = self._measure(self._plan.reference, curve.seed, CHECK_STEPS, "again, ")
@@ -219,6 +221,17 @@ class _Todo:
                 f"{_texts(reference.first)} with {reference.name}, though nothing has been averaged by then: the data "
                 f"order or the initial parameters differ. {FIX_SEED}"
             )
+
+
+def _check_trained(curve: Curve) -> None:
+    """RunFailed if a run of the reference is of no use."""
+    if curve.failed:
+        raise RunFailed(f"the reference {curve.name} failed with seed {curve.seed}: {curve.failed}")
+    if curve.diverged_at is not None:
+        raise RunFailed(
+            f"the reference {curve.name} has no finite loss from step {curve.diverged_at} on with seed {curve.seed}, so "
+            "there is nothing to compare with"
+        )
 
 
 def check_same(curve: Curve, again: Curve) -> None:
@@ -257,7 +270,15 @@ def _texts(losses: Sequence[float]) -> str:
 # -- one run -----------------------------------------------------------------------------------------------------------
 
 
-def run_once(plan: Plan, conditions: Conditions, entry: Entry, seed: int, steps: int | None, report: Report) -> Curve:
+def run_once(
+    plan: Plan,
+    conditions: Conditions,
+    entry: Entry,
+    seed: int,
+    steps: int | None,
+    report: Report,
+    server: ForkServer | None = None,
+) -> Curve:
     """Start the script once. A run that fails gives a curve too, which says why."""
     job = {
         "hook": entry.hook,
@@ -271,14 +292,14 @@ def run_once(plan: Plan, conditions: Conditions, entry: Entry, seed: int, steps:
         watch = _Watch(inside, steps, conditions.metric, report)
         failed = ""
         try:
-            _start(plan, inside, entry, seed, watch)
+            _start(plan, inside, entry, seed, watch, server)
         except RunFailed as error:
             failed = str(error) or f"the script ended with exit code {error.exit_code}"
         watch.curves.update()
         return _curve(watch, conditions, entry, seed, steps, failed)
 
 
-def _start(plan: Plan, inside: RunPlan, entry: Entry, seed: int, watch: _Watch) -> None:
+def _start(plan: Plan, inside: RunPlan, entry: Entry, seed: int, watch: _Watch, server: ForkServer | None) -> None:
     args = (*plan.script.args, *entry.args, *_seed_words(plan.seed_arg, seed))
     env = {"GRADWIRE_SEED": str(seed), "PYTHONHASHSEED": "0"}
     launch(
@@ -289,6 +310,7 @@ def _start(plan: Plan, inside: RunPlan, entry: Entry, seed: int, watch: _Watch) 
         enough=watch.is_done,
         env=env,
         quiet=True,
+        server=server,
     )
 
 

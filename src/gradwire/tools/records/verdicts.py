@@ -11,6 +11,7 @@ from typing import Any
 from gradwire.tools.records.curves import Curve
 from gradwire.tools.records.jsonl import RecordsError
 from gradwire.tools.records.paired import Gap, final, gap_of, seeds_needed, smoothed, window_of
+from gradwire.tools.records.recommend import PAYS
 
 TOLERANCE = 0.005
 """Gaps below this part of the loss count as small, and so do those below the spread between seeds."""
@@ -88,6 +89,24 @@ class Comparison:
         reached = [row for row in self.rows if row.reached_s is not None and not math.isnan(row.reached_s)]
         return min(reached, key=lambda row: row.reached_s or 0.0, default=None)
 
+    @property
+    def best(self) -> Row:
+        """What to use: of the reference and the rows without harm the first to reach the target, if that pays."""
+        fine = [row for row in self.rows[1:] if row.verdict in (FINE, SLIGHT) and row.reached_s is not None]
+        first = min(fine, key=lambda row: row.reached_s or 0.0, default=self.reference)
+        mine, theirs = first.reached_s, self.reference.reached_s
+        return first if mine and theirs and theirs >= PAYS * mine else self.reference
+
+    def recommendation(self) -> str:
+        """The same in a sentence."""
+        best, reference = self.best, self.reference
+        if best is reference or best.reached_s is None or reference.reached_s is None:
+            return f"Use {reference.name}: no other row without harm reaches a loss of {self.target:.4g} earlier."
+        return (
+            f"Use {best.name}: it reaches a loss of {self.target:.4g} after {best.reached_s:.1f} s, {reference.name} "
+            f"after {reference.reached_s:.1f} s ({reference.reached_s / best.reached_s:.2f}x), and {best.sentence}."
+        )
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON, without the curves."""
         rows = [_row_dict(row) for row in self.rows]
@@ -105,6 +124,7 @@ class Comparison:
             "tolerance": self.tolerance,
             "target_loss": self.target,
             "first_to_target": None if first is None else first.name,
+            "best": self.best.name,
             "rows": rows,
         }
 
@@ -138,7 +158,7 @@ def conclude(
     Args:
         curves: All runs; of the reference there must be one that did not fail.
         names: The hooks and variants to show, in this order.
-        target: The loss whose time is reported; by default the final loss of the reference.
+        target: The training loss whose time is reported; by default the final one of the reference plus the tolerance.
         tolerance: Gaps below this count as small; by default the spread between seeds, or TOLERANCE of the loss if that
             is more.
     """
@@ -152,7 +172,7 @@ def conclude(
     if tolerance is None:
         tolerance = max(TOLERANCE * abs(mean), 0.0 if math.isnan(spread) else spread)
     gaps = {n: {s: finals[n][s] - base[s] for s in finals[n] if s in base} for n in names[1:]}
-    target = final_of(reference.values(), steps, window) if target is None else target
+    target = final_of(reference.values(), steps, window) + tolerance if target is None else target
     some = next(iter(reference.values()))
     scale = Scale(spread, tolerance)
     return Comparison(

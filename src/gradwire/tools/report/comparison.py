@@ -98,7 +98,8 @@ def to_text(result: Comparison) -> str:
     table = text_table([head, *(cells(row, result) for row in result.rows)], right=range(1, len(head)))
     width = max(len(row.name) for row in result.rows)
     sentences = [f"{row.name.ljust(width)}  {row.sentence}" for row in result.rows[1:]]
-    return "\n".join([heading(result), "", table, "", *sentences, "", spread_text(result), first_text(result)])
+    last = [spread_text(result), first_text(result), result.recommendation()]
+    return "\n".join([heading(result), "", table, "", *sentences, "", *last])
 
 
 def to_markdown(result: Comparison) -> str:
@@ -107,7 +108,7 @@ def to_markdown(result: Comparison) -> str:
     table = markdown_table([head, *(cells(row, result) for row in result.rows)], right=range(1, len(head)))
     sentences = [f"- **{row.name}** {row.sentence}" for row in result.rows[1:]]
     parts = ["## gradwire: does it hurt?", "", heading(result), "", *sentences, "", table, ""]
-    return "\n".join([*parts, METHOD, "", spread_text(result), first_text(result)]) + "\n"
+    return "\n".join([*parts, METHOD, "", spread_text(result), first_text(result), result.recommendation()]) + "\n"
 
 
 def to_html(result: Comparison) -> str:
@@ -124,7 +125,7 @@ def to_html(result: Comparison) -> str:
         seed_heads=[f"seed {seed}" for seed in result.seeds],
         method=METHOD,
         spread=spread_text(result),
-        first=first_text(result),
+        first=f"{first_text(result)} {result.recommendation()}",
     )
 
 

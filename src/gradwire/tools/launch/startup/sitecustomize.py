@@ -107,6 +107,8 @@ def patch_numpy(module: Any) -> None:
 def patch_torch(module: Any) -> None:
     """torch's global generators; those of accelerators are seeded when the script seeds them."""
     seed_with_number(module, "manual_seed", 1 << 63)
+    if "torch" in sys.modules:  # it may have a copy of the function already
+        sys.modules["torch"].manual_seed = module.manual_seed  # type: ignore[attr-defined]
     if SEED in os.environ:
         module.default_generator.manual_seed(moved(0, 1 << 63))
 
