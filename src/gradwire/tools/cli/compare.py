@@ -48,7 +48,7 @@ def add(verbs: Any, line: str) -> None:
         "--variant",
         action="append",
         default=[],
-        metavar="NAME[@HOOK]=ARGS",
+        metavar="NAME=[@HOOK] ARGS",
         help="the script with more arguments, under a hook if one is named; several are possible",
     )
     option("--reference", metavar="NAME", help="the hook or variant to compare with (default: the first one)")

@@ -68,15 +68,17 @@ class Entry:
 
     @classmethod
     def of_variant(cls, text: str) -> Entry:
-        """`NAME=ARGS` or `NAME@HOOK=ARGS`. SpecError if it is neither."""
-        head, equals, words = text.partition("=")
-        name, at, spec = head.partition("@")
-        if not equals or not name.strip() or (at and not spec):
+        """`NAME=ARGS` or `NAME=@HOOK ARGS`. SpecError if it is neither."""
+        name, equals, rest = text.partition("=")
+        words = shlex.split(rest)
+        if not equals or not name.strip() or "@" in name or words[:1] == ["@"]:
             raise SpecError(
-                f"variant {text!r} must be NAME=ARGS or NAME@HOOK=ARGS, such as 'lion=--optimizer lion' or "
-                "'lion-int4@int4=--optimizer lion'"
+                f"variant {text!r} must be 'NAME=ARGS' or 'NAME=@HOOK ARGS', such as 'lion=--optimizer lion' or "
+                "'lion-int4=@int4 --optimizer lion'"
             )
-        return cls(name.strip(), cls.of_hook(spec).hook if at else PLAIN, tuple(shlex.split(words)))
+        if words and words[0].startswith("@"):
+            return cls(name.strip(), cls.of_hook(words[0][1:]).hook, tuple(words[1:]))
+        return cls(name.strip(), PLAIN, tuple(words))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,8 +231,8 @@ def _check_trained(curve: Curve) -> None:
         raise RunFailed(f"the reference {curve.name} failed with seed {curve.seed}: {curve.failed}")
     if curve.diverged_at is not None:
         raise RunFailed(
-            f"the reference {curve.name} has no finite loss from step {curve.diverged_at} on with seed {curve.seed}, so "
-            "there is nothing to compare with"
+            f"the reference {curve.name} has no finite loss from step {curve.diverged_at} on with seed {curve.seed}, "
+            "so there is nothing to compare with"
         )
 
 

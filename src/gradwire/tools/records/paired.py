@@ -8,6 +8,7 @@ nine of ten such comparisons.
 
 from __future__ import annotations
 
+import bisect
 import functools
 import math
 import statistics
@@ -57,7 +58,7 @@ def _found(shift: float, limit: float, df: float) -> float:
 
 
 @functools.cache
-def _error_ratios(df: float, count: int = 400) -> tuple[tuple[float, float], ...]:
+def _error_ratios(df: float, count: int = 200) -> tuple[tuple[float, float], ...]:
     """Values of the estimated by the true error, which is sqrt(chi2 / df), with their probabilities."""
     ratios = [6 * (at + 0.5) / count for at in range(count)]
     logs = [(df - 1) * math.log(ratio) - df * ratio * ratio / 2 for ratio in ratios]
@@ -156,7 +157,8 @@ def seeds_needed(gap: Gap, wanted: float, most: int = 50) -> int | None:
     """How many seeds with this spread would show a gap of `wanted`; None if more than `most`."""
     spread = statistics.stdev(gap.by_seed.values())
     counts = range(len(gap.by_seed) + 1, most + 1)
-    return next((n for n in counts if visible_shift(n - 1) * spread / math.sqrt(n) <= wanted), None)
+    at = bisect.bisect_left(counts, True, key=lambda n: visible_shift(n - 1) * spread / math.sqrt(n) <= wanted)
+    return counts[at] if at < len(counts) else None
 
 
 def final(losses: Sequence[float], window: int) -> float:
