@@ -161,6 +161,14 @@ def test_candidate_above_max_error_is_left_out():
     assert "left out for their error: int4:exempt=none 0." in reason
 
 
+def test_a_trusted_candidate_may_have_any_error():
+    settings = auto("auto(hooks=[bf16], trusted=[int4(exempt=none)], max_error=0.005)")
+    assert settings.specs == ["exact", "bf16", "int4:exempt=none"]
+    specs, reason = drive(2, settings, costs(**{"exact": 0.3, "bf16": 0.2, "int4:exempt=none": 0.1}), trial_steps(3))
+    assert specs[-1] == "int4:exempt=none"
+    assert " is trusted; ms per step" in reason
+
+
 def test_no_candidate_within_max_error():
     specs, reason = drive(2, Auto(hooks=ALL, max_error=1e-9), costs(exact=0.3), trial_steps(1))
     assert set(specs) == {"exact"}
