@@ -22,6 +22,7 @@ __all__ = [
     "codec",
     "exchange",
     "hsdp",
+    "log",
     "make_bucket",
     "register",
 ]
@@ -42,6 +43,7 @@ HOMES = {
     "codec": "codecs",
     "exchange": "exchanges",
     "hsdp": "models.register",
+    "log": "engine.metrics",
     "make_bucket": "exchanges",
     "register": "models.register",
 }
@@ -61,6 +63,7 @@ if TYPE_CHECKING:
     from gradwire import testing as testing
     from gradwire.codecs import Codec, codec
     from gradwire.engine.hook import Hook
+    from gradwire.engine.metrics import log
     from gradwire.engine.stats import Stats
     from gradwire.engine.verify import Verification
     from gradwire.errors import ExchangeError, GradwireError, RegisterError, SpecError, StateError, VerifyError

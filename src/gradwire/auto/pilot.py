@@ -1,7 +1,7 @@
 """Pilot: chooses the hook that is fastest for this model on this network, by trying candidates while the model trains.
 
 1. A few exact steps, until DDP has its final buckets; then the gradients of one step are copied.
-2. Every candidate averages these gradients, and drops out if its error is above `max_error`.
+2. Every candidate averages these gradients, and drops out if its error is above `max_error`, unless it is `trusted`.
 3. The others take turns, step by step, until it is clear which is fastest (`trial.py`). All ranks gather all times; the
    slowest rank counts.
 4. The most exact candidate within 3% of the fastest is chosen. If that is `exact`, compression does not pay here.
@@ -165,8 +165,8 @@ class Pilot:
 
     def _candidates(self) -> list[str]:
         """The candidates that take part in the trial."""
-        limit = self.settings.max_error
-        return [name for name in self._names if self._errors[name] <= limit or name == self._names[0]]
+        allows, errors = self.settings.allows, self._errors
+        return [name for name in self._names if allows(name.partition("/")[0], errors[name])]
 
     def _error(self, spec: str, exact: Sequence[Tensor], total: float) -> float:
         self._switch(spec)
@@ -276,5 +276,6 @@ def _reason(pick: str, times_s: dict[str, float], errors: dict[str, float], limi
     times = ", ".join(f"{spec} {1e3 * value:.0f}" for spec, value in times_s.items())
     out = ", ".join(f"{spec} {error:.2g}" for spec, error in errors.items() if spec not in times_s)
     left = f"; left out for their error: {out}" if out else ""
-    what = "compression does not pay here" if pick == "exact" else f"error {errors[pick]:.2g} of at most {limit:g}"
+    allowed = f"of at most {limit:g}" if errors[pick] <= limit else "is trusted"
+    what = "compression does not pay here" if pick == "exact" else f"error {errors[pick]:.2g} {allowed}"
     return f"{what}; ms per step of the slowest rank: {times}{left}"

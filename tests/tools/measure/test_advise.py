@@ -1,6 +1,7 @@
 import json
 import subprocess
 import sys
+from argparse import Namespace
 from dataclasses import replace
 from html.parser import HTMLParser
 
@@ -9,7 +10,7 @@ import pytest
 from gradwire.auto.pilot import TURN_STEPS
 from gradwire.errors import SpecError
 from gradwire.tools.cli import main
-from gradwire.tools.cli.advise import to_text
+from gradwire.tools.cli.advise import compare_command, to_text
 from gradwire.tools.measure.advise import Advice, Row, advise
 from gradwire.tools.measure.headroom import Headroom
 from gradwire.tools.measure.survey import ROUNDS
@@ -115,10 +116,33 @@ def test_text_has_the_measured_first_and_marks_the_pick():
     first = next(at for at, line in enumerate(lines) if line.startswith("hook "))
     assert [line.split()[0] for line in lines[first + 1 : first + 6]] == ["int6", "int8", "bf16", "exact", "int4"]
     assert lines[first + 2] == ("int8           60.0         60.0     1.67x     2.60  5.0e-03  <- use this")
-    assert lines[first + 5].split() == ["int4", "50.0", "-", "-", "1.30", "7.0e-02", "error", "too", "large"]
+    assert lines[first + 5].split()[:6] == ["int4", "50.0", "-", "-", "1.30", "7.0e-02"]
+    assert lines[first + 5].endswith("  faster, if it does not hurt")
     assert lines[-1] == '    gradwire.register(ddp_model, "int8")'
     assert max(map(len, lines)) <= 100
     assert "<-" not in to_text(advice(headroom=FREE))
+
+
+def test_a_faster_hook_above_the_error_is_named_with_the_command_that_compares_it():
+    found = advice()
+    assert [row.hook for row in found.promising()] == ["int4"]
+    assert [row.hook for row in advice([*ROWS[:-1], replace(ROWS[-1], predicted_s=0.059)]).promising()] == []
+    assert advice(headroom=FREE).promising() == []
+    given = {
+        "compare_steps": 300,
+        "link": "1gbit",
+        "nproc": 2,
+        "module": False,
+        "script": "a b.py",
+        "args": ["--lr", "1"],
+    }
+    assert compare_command(found, Namespace(**given)) == (
+        "gradwire compare --hooks exact int8 int4 --steps 300 --link 1gbit --nproc 2 'a b.py' --lr 1"
+    )
+    alone = {**given, "link": None, "nproc": None}
+    assert compare_command(found, Namespace(**alone)).endswith("--steps 300 -- 'a b.py' --lr 1")
+    assert compare_command(found, Namespace(**{**alone, "script": None, "args": []})).endswith("int4 --steps 300")
+    assert compare_command(advice(headroom=FREE), Namespace(**given)) is None
 
 
 def test_rows_come_back_from_json():

@@ -25,6 +25,7 @@ VERBS = {
     "run": "run an unmodified DDP script under a hook",
     "headroom": "measure the time that communication costs, which is the most a hook can save",
     "advise": "recommend a hook for this model on this network, or none",
+    "compare": "run a script under several hooks with the same seeds, and report whether one harms the training",
     "probe": "measure latency and bandwidth between the ranks, and the speed of the codecs",
     "simulate": "predict the step time of every hook on more ranks than this machine has",
     "selfcheck": "check kernels, exchanges and training on this machine, and report step times",
@@ -41,6 +42,8 @@ examples:
                                        an unmodified DDP script under a hook
   gradwire headroom --nproc 2 train.py how much faster a hook could make it at most
   gradwire advise --nproc 2 train.py   which hook to use, or none
+  gradwire compare --hooks exact int4 --steps 300 --nproc 2 train.py
+                                       does a hook harm the training?
   gradwire probe --link 1gbit          latency and bandwidth of each collective, speed of each codec
   gradwire simulate --ranks 8..1024    step times of every hook on more ranks than this machine has
   gradwire selfcheck --nproc 2         is every result right on this machine? run it first on new hardware

@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import shlex
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -23,14 +24,17 @@ from gradwire.tools.cli.arguments import (
 from gradwire.tools.cli.headroom import WIDTH
 from gradwire.tools.cli.headroom import to_text as headroom_text
 from gradwire.tools.measure.advise import Advice, Row, advise
-from gradwire.tools.measure.headroom import STEPS
+from gradwire.tools.measure.compare import Entry, Plan, compare
+from gradwire.tools.measure.headroom import EXTRA_STEPS, STEPS, built_in
 from gradwire.tools.measure.survey_sharded import changes_weights
 from gradwire.tools.records.jsonl import json_text
 from gradwire.tools.records.progress import Lines, progress
 from gradwire.tools.records.recommend import BASELINE
 from gradwire.tools.records.table import text_table
+from gradwire.tools.records.verdicts import Comparison, conclude
+from gradwire.tools.report.comparison import to_text as comparison_text
 from gradwire.tools.report.page import advice_to_html
-from gradwire.tools.report.write import check_page, save
+from gradwire.tools.report.write import check_page, check_writable, save
 
 HEADS = ("hook", "predicted ms", "measured ms", "speed-up", "MB sent", "error", "")
 SHARDED_HEADS = ("hook/gather", *HEADS[1:4], "MB grads + params", *HEADS[5:])
@@ -63,6 +67,17 @@ def add(verbs: Any, line: str) -> None:
     option("--steps", type=int, default=STEPS, help="steps to time for the headroom (default: %(default)s)")
     add_link(parser)
     option("--report", type=Path, metavar="PATH", help="write a page with charts, such as report.html")
+    option(
+        "--compare",
+        type=Path,
+        nargs="?",
+        const=Path("compare.jsonl"),
+        metavar="PATH",
+        help="then run the script under the faster hooks with a larger error as `gradwire compare` does, and recommend "
+        "by the time to a loss; the runs are kept in a file (default: compare.jsonl)",
+    )
+    option("--compare-steps", type=int, default=300, metavar="N", help="steps of these runs (default: %(default)s)")
+    option("--seeds", type=int, default=5, metavar="N", help="seeds of these runs (default: %(default)s)")
     add_json(parser)
     add_script(parser, required=False)
 
@@ -74,6 +89,9 @@ def run(args: argparse.Namespace) -> None:
     title = "gradwire advise"
     if args.report is not None:
         check_page(args.report)
+    if args.compare is not None:
+        check_writable(args.compare)
+        _plan(args, ("exact", "bf16"))  # before anything is measured
     with (
         results_to(alone=args.json and script is not None),
         progress(sys.stderr, title) if script is None else nullcontext(Lines(sys.stderr, title).show) as report,
@@ -84,7 +102,64 @@ def run(args: argparse.Namespace) -> None:
     if advice is not None:
         if args.report is not None:
             save(args.report, advice_to_html(advice))
-        print(to_json(advice, args.report) if args.json else to_text(advice, args.report), flush=True)
+        compared = None if args.compare is None else _compared(args, advice)
+        print(_json(advice, compared, args) if args.json else _text(advice, compared, args), flush=True)
+
+
+def _plan(args: argparse.Namespace, hooks: Sequence[str]) -> Plan:
+    """The runs of `--compare`."""
+    given = script_of(args) if args.script else None
+    ranks = ranks_of(args)
+    script, nproc = (given, ranks["nproc"]) if given else built_in(args.compare_steps + EXTRA_STEPS, ranks["nproc"])
+    return Plan(
+        script=script,
+        entries=tuple(map(Entry.of_hook, dict.fromkeys(hooks))),
+        seeds=tuple(range(args.seeds)),
+        steps=args.compare_steps,
+        link=args.link,
+        nproc=nproc,
+        torchrun=tuple(ranks["torchrun"]),
+    )
+
+
+def _compared(args: argparse.Namespace, advice: Advice) -> Comparison | None:
+    """None if there is no hook whose harm is a question."""
+    if not advice.promising():
+        return None
+    plan = _plan(args, ("exact", advice.pick, *(row.hook for row in advice.promising())))
+    with progress(sys.stderr, "gradwire advise: compare") as report:
+        curves = compare(plan, args.compare, report=report)
+    return conclude(curves, [entry.name for entry in plan.entries])
+
+
+def _json(advice: Advice, compared: Comparison | None, args: argparse.Namespace) -> str:
+    more = {"promising": [row.hook for row in advice.promising()], "compare": compare_command(advice, args)}
+    found = None if compared is None else {**compared.as_dict(), "recommendation": compared.recommendation()}
+    path = None if args.report is None else str(args.report)
+    return json_text({**advice.as_dict(), **more, "report": path, "comparison": found})
+
+
+def _text(advice: Advice, compared: Comparison | None, args: argparse.Namespace) -> str:
+    if compared is not None:
+        return f"{to_text(advice, args.report)}\n\n{comparison_text(compared)}\n\nruns: {args.compare}"
+    command = compare_command(advice, args)
+    if command is None:
+        return to_text(advice, args.report)
+    faster = ", ".join(f"{row.hook} (predicted {1e3 * row.predicted_s:.1f} ms)" for row in advice.promising())
+    words = f"Faster, if it does not hurt: {faster}. Find out with"
+    return f"{to_text(advice, args.report)}\n\n{textwrap.fill(words, WIDTH)}\n\n    {command}"
+
+
+def compare_command(advice: Advice, args: argparse.Namespace) -> str | None:
+    """What to paste into a shell to find out whether the promising hooks harm the training."""
+    hooks = [row.hook for row in advice.promising()]
+    if not hooks:
+        return None
+    words = ["gradwire", "compare", "--hooks", *dict.fromkeys(("exact", advice.pick, *hooks))]
+    words += ["--steps", str(args.compare_steps), *([] if args.link is None else ["--link", args.link])]
+    words += [] if args.nproc is None else ["--nproc", str(args.nproc)]
+    script = [*(["-m"] if args.module else ["--"] if args.nproc is None else []), args.script] if args.script else []
+    return shlex.join([*words, *script, *args.args])
 
 
 def check_hooks(hooks: Sequence[str]) -> None:
@@ -96,11 +171,6 @@ def check_hooks(hooks: Sequence[str]) -> None:
                 f"--hooks takes every word up to the next option, so {word!r} as well; put -- before the script: "
                 f"--hooks {given} -- {word}"
             )
-
-
-def to_json(advice: Advice, path: Path | None) -> str:
-    """Everything, with the path of the page."""
-    return json_text({**advice.as_dict(), "report": None if path is None else str(path)})
 
 
 def to_text(advice: Advice, path: Path | None = None) -> str:
@@ -129,7 +199,7 @@ def _cells(row: Row, exact: Row, advice: Advice) -> tuple[str, ...]:
         speed_up = f"{(exact.measured_s or row.measured_s) / row.measured_s:.2f}x"
     mark = "<- use this" if row.hook == advice.recommendation.hook else ""
     if row.error > advice.max_error:
-        mark = "error too large"
+        mark = "faster, if it does not hurt" if row in advice.promising() else "error too large"
     elif row.gather_bytes is not None and changes_weights(row.hook):
         mark = mark or "changes the weights"
     times = f"{1e3 * row.predicted_s:.1f}", measured, speed_up

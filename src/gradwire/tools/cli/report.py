@@ -9,8 +9,8 @@ from gradwire.tools.cli.arguments import add_verb
 from gradwire.tools.report.write import PAGE, STDOUT, check_page, check_writable, report
 
 DESCRIPTION = """\
-Turn the records of `gradwire bench` into one self-contained HTML page, or into markdown for a pull request, with a
-recommendation: which hook to use, or none.
+Turn the records of `gradwire bench` or the runs of `gradwire compare` into one self-contained HTML page, or into
+markdown for a pull request, with a recommendation: which hook to use, or none.
 """
 EXAMPLES = """\
 gradwire report records.jsonl

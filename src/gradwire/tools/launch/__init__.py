@@ -5,7 +5,7 @@ The files, in the order of the calls:
 1. `launch.py`    decides which processes a run consists of: ranks that call a function, ranks that run a script, or
                   torchrun. `follow` runs a script in this process instead if a launcher has made it a rank already.
 2. `supervise.py` starts these processes and ends them all at an error, at Ctrl-C, or when the caller has enough.
-3. `rank.py`      is what each process executes.
+3. `rank.py`      is what each process executes. `forked.py` forks such processes from one that has loaded torch.
 4. `script.py`    is the user's script, and runs it in this process as Python itself would.
 5. `plan.py`      says what to do with every DDP model of a script, and holds the notes that processes leave for each
                   other. It travels in the environment.

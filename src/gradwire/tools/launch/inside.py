@@ -18,7 +18,7 @@ from gradwire.tools.launch.plan import Notes, RunPlan
 
 LOST = ("another rank failed", "Connection closed", "Connection reset", "Broken pipe", "gloo", "Timed out")
 """Texts of errors that only say that another rank is gone."""
-SHARDED = ("run", "headroom", "advise")
+SHARDED = ("run", "headroom", "advise", "compare")
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 _register = DistributedDataParallel.register_comm_hook

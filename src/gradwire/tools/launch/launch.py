@@ -11,6 +11,7 @@ from typing import Any
 
 from gradwire._torch import TCPStore
 from gradwire.errors import SpecError
+from gradwire.tools.launch.forked import ForkServer
 from gradwire.tools.launch.plan import ORDER, PARENT, Notes, RunPlan, new_folder
 from gradwire.tools.launch.script import Script, run_under
 from gradwire.tools.launch.supervise import RANK, Command, RunFailed, supervise
@@ -170,6 +171,9 @@ def launch(
     nproc: int | None = None,
     torchrun: Sequence[str] = (),
     enough: Callable[[], bool] = lambda: False,
+    env: Mapping[str, str] | None = None,
+    quiet: bool = False,
+    server: ForkServer | None = None,
 ) -> None:
     """Run a script to its end, or until `enough()`.
 
@@ -180,6 +184,9 @@ def launch(
         torchrun: Options of torchrun, which then starts the ranks. With neither, the script runs once, as scripts do
             that start their ranks by themselves.
         enough: Called at every tick; True ends the run.
+        env: More environment variables for the script.
+        quiet: Do not show the output of the script; if it fails, the error has the end of it.
+        server: With `nproc` and `quiet`: fork the ranks from this server instead of starting interpreters.
 
     Raises:
         RunFailed: The script failed; see `supervise`.
@@ -187,20 +194,39 @@ def launch(
     """
     if nproc is not None:
         check_nproc(nproc)
-    env = {**os.environ, **plan.environment(), PARENT: str(os.getpid())}
+    env = {**os.environ, **plan.environment(), **(env or {}), PARENT: str(os.getpid())}
+    log = Path(plan.folder, "output.log") if quiet else None
     if torchrun:
         count = [] if nproc is None else [f"--nproc-per-node={nproc}"]
         words = [*_python(), "-m", MODULE, "--torchrun", *count, *torchrun, "-m", MODULE, *script.words()]
-        supervise([Command("torchrun", words, env)], plan, enough)
+        supervise([Command("torchrun", words, env, log)], plan, enough)
         return
     words = [*_python(), "-u", "-P", "-m", MODULE, *script.words()]  # -u as torchrun has it
     if nproc is None:
         with _hint_for_ranks():
-            supervise([Command("the script", words, env)], plan, enough)
+            supervise([Command("the script", words, env, log)], plan, enough)
         return
     with _rendezvous(nproc) as shared:
         env = {"OMP_NUM_THREADS": str(threads_each(nproc)), **env, **shared}
-        supervise([Command(f"{RANK}{rank}", words, {**env, **_numbers(rank)}) for rank in range(nproc)], plan, enough)
+        logs = [Path(plan.folder, f"rank{rank}.log") if quiet else None for rank in range(nproc)]
+        words = script.words() if server is not None else words
+        named = [Command(f"{RANK}{at}", words, {**env, **_numbers(at)}, log, server) for at, log in enumerate(logs)]
+        supervise(named, plan, enough)
+
+
+@contextlib.contextmanager
+def fork_server(nproc: int | None, modules: Sequence[str]) -> Iterator[ForkServer | None]:
+    """A server for `launch` that has imported these modules; None without `nproc`, or where processes cannot fork."""
+    if nproc is None or not hasattr(os, "fork"):
+        yield None
+        return
+    words = [*_python(), "-u", "-P", "-m", MODULE, "--fork-server", *modules]
+    env = {"OMP_NUM_THREADS": str(threads_each(nproc)), **os.environ, "PYTHONHASHSEED": "0", PARENT: str(os.getpid())}
+    server = ForkServer(words, env)
+    try:
+        yield server
+    finally:
+        server.close()
 
 
 @contextlib.contextmanager

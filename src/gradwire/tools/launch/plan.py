@@ -56,6 +56,9 @@ class RunPlan(Notes):
     """`module:function`, called as `function(model, plan)` with every DistributedDataParallel after it is built."""
     job: Mapping[str, Any]
     """What the target needs to know, as JSON."""
+    start: str = ""
+    """`module:function`, called as `function(plan)` before the script begins, and before the target. In a process that
+    the script starts by itself, it is called when that process builds a model. Empty: nothing is called."""
 
     @classmethod
     def current(cls) -> RunPlan | None:
@@ -68,8 +71,14 @@ class RunPlan(Notes):
         paths = [str(STARTUP), *filter(None, [os.environ.get("PYTHONPATH")])]
         return {VARIABLE: json.dumps(asdict(self)), "PYTHONPATH": os.pathsep.join(paths)}
 
+    def begin(self) -> None:
+        """Call `start`, if there is one. It may be called several times in one process."""
+        if self.start:
+            load(self.start)(self)
+
     def follow(self, model: Any) -> None:
         """Call the target with a model."""
+        self.begin()
         load(self.target)(model, self)
 
 
@@ -81,10 +90,10 @@ def load(target: str) -> Callable[..., Any]:
 
 
 @contextmanager
-def new_plan(verb: str, target: str, job: Mapping[str, Any]) -> Iterator[RunPlan]:
+def new_plan(verb: str, target: str, job: Mapping[str, Any], start: str = "") -> Iterator[RunPlan]:
     """A plan with a folder that is removed at the end."""
     with new_folder(verb) as folder:
-        yield RunPlan(folder, verb, target, job)
+        yield RunPlan(folder, verb, target, job, start)
 
 
 def new_folder(name: str) -> tempfile.TemporaryDirectory[str]:

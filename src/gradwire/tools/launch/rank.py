@@ -2,6 +2,7 @@
 
 --call FOLDER RANK     calls the function that `FOLDER/order.json` names, within a process group
 --torchrun OPTIONS     runs torchrun, which ends together with the process that started it
+--fork-server MODULES  imports the modules, and forks processes that continue with the words they are given
 [-m] script args       runs a user's script under the plan in the environment
 """
 
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from gradwire.tools.launch.forked import serve
 from gradwire.tools.launch.inside import note_failure
 from gradwire.tools.launch.plan import ORDER, PARENT, Notes, RunPlan, load
 from gradwire.tools.launch.script import Script, run_under
@@ -29,6 +31,9 @@ PR_SET_PDEATHSIG = 1
 def main() -> int:
     """The exit code. What went wrong is in a note."""
     kind, *words = sys.argv[1:] or [""]
+    if kind == "--fork-server":
+        end_with_parent(signal.SIGKILL)
+        kind, *words = serve(words)
     if kind == "--torchrun":
         return _torchrun(words)
     end_with_parent(signal.SIGKILL)

@@ -60,6 +60,7 @@ def run_under(plan: RunPlan, script: Script) -> None:
     os.environ.update(plan.environment())
     patch_imported()
     try:
+        plan.begin()
         script.run()
     except SystemExit as stop:
         _check_exit(stop)

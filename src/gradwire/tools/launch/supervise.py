@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from gradwire.errors import GradwireError
+from gradwire.tools.launch.forked import Forked, ForkServer
 from gradwire.tools.launch.plan import Notes
 
 TICK_S = 0.05
@@ -28,6 +29,7 @@ RANK = "rank "
 """The names of commands that are ranks begin with this; other commands start ranks of their own."""
 TAIL_LINES = 20
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+Started = subprocess.Popen[bytes] | Forked
 Identity = tuple[int, int]
 """Process id and start time: the system uses ids again."""
 
@@ -50,9 +52,14 @@ class Command:
     env: Mapping[str, str]
     log: Path | None = None
     """Where its output goes; None: where the output of this process goes."""
+    server: ForkServer | None = None
+    """What forks it, given the words after `-m` and the module; None: it is a new interpreter. It needs a log."""
 
-    def start(self) -> subprocess.Popen[bytes]:
+    def start(self) -> Started:
         """Start it in a session of its own, so that Ctrl-C reaches this process only."""
+        if self.server is not None:
+            assert self.log is not None
+            return self.server.start(self.words, self.env, self.log)
         if self.log is None:
             return subprocess.Popen(self.words, env=self.env, start_new_session=True)
         with self.log.open("wb") as log:
@@ -74,7 +81,7 @@ def supervise(commands: Sequence[Command], notes: Notes, enough: Callable[[], bo
         RunFailed: A command failed. The text holds the traceback of the rank that caused it, once. No process is left
             behind then, nor at Ctrl-C.
     """
-    running: list[subprocess.Popen[bytes]] = []
+    running: list[Started] = []
     ending = signal.SIGTERM
     with ended_by_signals():
         try:
@@ -89,9 +96,7 @@ def supervise(commands: Sequence[Command], notes: Notes, enough: Callable[[], bo
                     end_all(running, ending, GRACE_S)
 
 
-def _wait(
-    running: Sequence[subprocess.Popen[bytes]], commands: Sequence[Command], notes: Notes, enough: Callable[[], bool]
-) -> None:
+def _wait(running: Sequence[Started], commands: Sequence[Command], notes: Notes, enough: Callable[[], bool]) -> None:
     while any(process.poll() is None for process in running) and not enough():
         if any(process.poll() for process in running):
             break
@@ -103,7 +108,7 @@ def _wait(
 # -- which failure to report -------------------------------------------------------------------------------------------
 
 
-def _failure(running: Sequence[subprocess.Popen[bytes]], commands: Sequence[Command], notes: Notes) -> RunFailed:
+def _failure(running: Sequence[Started], commands: Sequence[Command], notes: Notes) -> RunFailed:
     """The cause: a rank's own error, else a rank that ended without a note, else the first error that names another."""
     deadline = time.monotonic() + CAUSE_S
     while time.monotonic() < deadline and any(process.poll() is None for process in running):
@@ -123,12 +128,12 @@ def _causes(notes: Notes) -> list[dict[str, Any]]:
     return sorted((note for note in notes.read("failed") if not note["echo"]), key=_time_s)
 
 
-def _failed(running: Sequence[subprocess.Popen[bytes]]) -> dict[int, int]:
+def _failed(running: Sequence[Started]) -> dict[int, int]:
     """The exit codes of the commands that failed, by their index."""
     return {at: code for at, process in enumerate(running) if (code := process.poll())}
 
 
-def _silent(running: Sequence[subprocess.Popen[bytes]], commands: Sequence[Command], notes: Notes) -> dict[int, int]:
+def _silent(running: Sequence[Started], commands: Sequence[Command], notes: Notes) -> dict[int, int]:
     """The same for ranks that left no note: they were killed, or left without an error of Python."""
     noted = {note["who"] for note in notes.read("failed")}
     ranks = {at for at, command in enumerate(commands) if command.name.startswith(RANK) and command.name not in noted}
@@ -186,7 +191,7 @@ def _signals_wait() -> Iterator[None]:
 # -- ending processes --------------------------------------------------------------------------------------------------
 
 
-def end_all(roots: Sequence[subprocess.Popen[bytes]], first: signal.Signals, grace_s: float) -> None:
+def end_all(roots: Sequence[Started], first: signal.Signals, grace_s: float) -> None:
     """Send the roots a signal they may act on. After `grace_s`, kill them and all processes below that still run."""
     seen = below(root.pid for root in roots)
     for root in roots:

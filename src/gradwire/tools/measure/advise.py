@@ -124,6 +124,17 @@ class Advice:
         rows = [asdict(row) for row in self.rows]
         return {**answer, **limits, "headroom": self.headroom.as_dict(), "hooks": rows}
 
+    def promising(self, most: int = 3) -> list[Row]:
+        """The hooks with an error above `max_error` that are predicted to beat the pick, the fastest ones first.
+
+        Whether they harm the training only a comparison can tell, and that takes no pairs of hooks yet.
+        """
+        if not self.headroom.is_network_bound or self.headroom.is_sharded:
+            return []
+        limit_s = next(row for row in self.rows if row.hook == self.pick).predicted_s / PAYS
+        above = [row for row in self.rows if row.error > self.max_error and row.predicted_s <= limit_s]
+        return sorted(above, key=lambda row: row.predicted_s)[:most]
+
     def _option(self, row: Row) -> Option:
         excluded = f"error above {self.max_error:g}" if row.error > self.max_error else self._gather_text(row)
         step_s = row.predicted_s if row.measured_s is None else row.measured_s

@@ -5,7 +5,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from gradwire.errors import SpecError
+from gradwire.tools.records.curves import is_curves, read_curves
 from gradwire.tools.records.jsonl import RecordsError, json_text, read
+from gradwire.tools.records.verdicts import conclude_all
+from gradwire.tools.report import comparison
 from gradwire.tools.report.advice import advise
 from gradwire.tools.report.page import environment, to_html
 from gradwire.tools.report.summary import Group, Summary, summarise
@@ -21,6 +24,9 @@ def report(records: Path, path: Path | None, *, kind: str, as_json: bool, out: T
         raise SpecError("--json and --out - both write to stdout: give --out a file")
     if path is not None and path.exists() and records.exists() and path.samefile(records):
         raise SpecError(f"--out {path} would overwrite the records; name another file, such as {PAGE}")
+    if is_curves(records):
+        _report_comparison(records, path, kind=kind, as_json=as_json, out=out)
+        return
     held = read(records)
     if held.torn:
         err.write(f"gradwire report: {held.torn_text(records)}\n")
@@ -35,6 +41,22 @@ def report(records: Path, path: Path | None, *, kind: str, as_json: bool, out: T
         if target is not None:
             save(target, text)
         out.write(to_json(summary, target) if as_json else to_text(summary, target))
+    out.flush()
+
+
+def _report_comparison(records: Path, path: Path | None, *, kind: str, as_json: bool, out: TextIO) -> None:
+    """The same for the runs of `gradwire compare`."""
+    result = conclude_all(read_curves(records))
+    text = comparison.to_html(result) if kind == "html" else comparison.to_markdown(result)
+    target = path or (Path(PAGE) if kind == "html" else None if as_json else STDOUT)
+    if target == STDOUT:
+        out.write(text)
+    else:
+        if target is not None:
+            save(target, text)
+        content = {**result.as_dict(), "report": None if target is None else str(target)}
+        shown = json_text(content) if as_json else f"{comparison.to_text(result)}\nreport: {target}"
+        out.write(f"{shown}\n")
     out.flush()
 
 

@@ -2,12 +2,17 @@
 
 It must cost nothing in processes without torch, so it imports neither torch nor gradwire; gradwire is imported when a
 model is built. Another `sitecustomize` on the path is run as well.
+
+If GRADWIRE_SEED is set, as `gradwire compare` does, the generators of `random`, numpy and torch start from that number,
+and every seed that the script sets for them is moved by it: the script's own `manual_seed(0)` then gives another
+training for every number, and the same one for the same number. With 0 the seeds of the script stay as they are.
 """
 
 import functools
 import os
 import signal
 import sys
+import zlib
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import module_from_spec
 from types import ModuleType
@@ -15,6 +20,10 @@ from typing import Any
 
 DDP_MODULE = "torch.nn.parallel.distributed"
 FSDP_MODULE = "torch.distributed.fsdp._fully_shard._fsdp_state"
+SEED = "GRADWIRE_SEED"
+"""The environment variable with the number of a repeat."""
+APART = 0x9E3779B1
+"""How far the seeds of one repeat are from those of the next."""
 
 
 def patch(ddp: Any) -> None:
@@ -56,7 +65,77 @@ def patch_imported() -> None:
         sys.meta_path.insert(0, PatchOnImport())
 
 
-PATCHES = {DDP_MODULE: lambda module: patch(module.DistributedDataParallel), FSDP_MODULE: patch_fsdp}
+def moved(seed: Any, limit: int) -> Any:
+    """The seed that stands for `seed` in this repeat: below `limit`, and the same for the same arguments."""
+    number = int(os.environ.get(SEED, "0"))
+    if number == 0 and seed is not None:
+        return seed
+    try:
+        return (int(seed or 0) + APART * number) % limit
+    except (TypeError, ValueError):  # texts and arrays
+        return (zlib.crc32(repr(seed).encode()) + APART * number) % limit
+
+
+def seed_with_number(module: Any, name: str, limit: int) -> None:
+    """Move the seeds that are given to a function from now on, and seed once."""
+    original = getattr(module, name)
+    if hasattr(original, "gradwire_original") or SEED not in os.environ:
+        return
+
+    @functools.wraps(original)
+    def seed(value: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return original(moved(value, limit), *args, **kwargs)
+
+    seed.gradwire_original = original  # type: ignore[attr-defined]
+    setattr(module, name, seed)
+
+
+def patch_random(module: Any) -> None:
+    """Python's own generator."""
+    seed_with_number(module, "seed", 1 << 63)
+    if SEED in os.environ:
+        module.seed(0)
+
+
+def patch_numpy(module: Any) -> None:
+    """numpy's global generator."""
+    seed_with_number(module, "seed", 1 << 32)
+    if SEED in os.environ:
+        module.seed(0)
+
+
+def patch_torch(module: Any) -> None:
+    """torch's global generators; those of accelerators are seeded when the script seeds them."""
+    seed_with_number(module, "manual_seed", 1 << 63)
+    if "torch" in sys.modules:  # it may have a copy of the function already
+        sys.modules["torch"].manual_seed = module.manual_seed  # type: ignore[attr-defined]
+    if SEED in os.environ:
+        module.default_generator.manual_seed(moved(0, 1 << 63))
+
+
+def patch_sampler(module: Any) -> None:
+    """`DistributedSampler` shuffles by a seed of its own."""
+    original = module.DistributedSampler.__init__
+    if hasattr(original, "gradwire_original") or SEED not in os.environ:
+        return
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self.seed = moved(self.seed, 1 << 31)
+
+    init.gradwire_original = original  # type: ignore[attr-defined]
+    module.DistributedSampler.__init__ = init
+
+
+PATCHES = {
+    DDP_MODULE: lambda module: patch(module.DistributedDataParallel),
+    FSDP_MODULE: patch_fsdp,
+    "random": patch_random,
+    "numpy.random": patch_numpy,
+    "torch.random": patch_torch,
+    "torch.utils.data.distributed": patch_sampler,
+}
 
 
 class PatchOnImport:
