@@ -18,6 +18,7 @@ __all__ = [
     "Stats",
     "Verification",
     "VerifyError",
+    "Watched",
     "__version__",
     "codec",
     "exchange",
@@ -40,6 +41,7 @@ HOMES = {
     "Stats": "engine.stats",
     "Verification": "engine.verify",
     "VerifyError": "errors",
+    "Watched": "engine.watch",
     "codec": "codecs",
     "exchange": "exchanges",
     "hsdp": "models.register",
@@ -66,6 +68,7 @@ if TYPE_CHECKING:
     from gradwire.engine.metrics import log
     from gradwire.engine.stats import Stats
     from gradwire.engine.verify import Verification
+    from gradwire.engine.watch import Watched
     from gradwire.errors import ExchangeError, GradwireError, RegisterError, SpecError, StateError, VerifyError
     from gradwire.exchanges import Bucket, Exchange, exchange, make_bucket
     from gradwire.models.register import hsdp, register

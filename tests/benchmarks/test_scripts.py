@@ -18,6 +18,7 @@ import error
 import error_plot
 import kernels
 import references
+import simulated_workers
 
 TINY = WorkloadSettings(layers=1, width=32, heads=2, context=16, batch=2, text_bytes=50_000)
 
@@ -129,3 +130,22 @@ def test_labels_of_a_crowd_do_not_overlap():
     for _ in range(6):
         taken.append(error_plot.place(400, 300, 60, taken)[2])
     assert not any(error_plot.overlap(a, b) for a, b in itertools.combinations(taken, 2))
+
+
+def test_simulated_workers_that_share_everything_train_like_one():
+    sizes = {"steps": 13, "layers": 1, "width": 32, "context": 16, "text-bytes": 1_000_000}
+    args = simulated_workers.parse_args(["sync", *(f"--{name}={size}" for name, size in sizes.items())])
+    losses = {}
+    for name, options in (
+        ("sync", {}),
+        ("local", {"H": "1", "shared": "1"}),
+        ("power", {"rank": "32"}),
+        ("local at 2 bits", {"H": "3", "codec": "int2"}),
+    ):
+        task = simulated_workers.Task(args, seed=1)
+        bits = simulated_workers.KINDS[name.split()[0]](task, options)
+        losses[name] = task.loss()
+    assert bits == pytest.approx(2.25 * 5 / 13)
+    assert losses["local"] == pytest.approx(losses["sync"], abs=1e-4)
+    assert losses["power"] == pytest.approx(losses["sync"], abs=1e-3)
+    assert losses["local at 2 bits"] != pytest.approx(losses["sync"], abs=1e-3)

@@ -42,6 +42,20 @@ def test_accumulation_under_no_sync(ranks: Ranks) -> None:
     same_bits(ranks, run)
 
 
+@on_device(2, specs=(FEEDBACK,))
+def test_watched_steps(ranks: Ranks) -> None:
+    def run(place: str) -> dict[str, Tensor]:
+        model = wrap(ranks, place)
+        hook, optimizer = ranks.register(model, bucket_mb=0.002, watch=2), sgd(model.parameters())
+        for number in range(4):
+            step(model, optimizer, ranks.rank, number)
+        records = torch.tensor([[one.step, one.error, one.cosine] for one in hook.watched()], dtype=torch.float64)
+        assert records[:, 0].tolist() == [2, 4]
+        return weights(model) | {"records": records.float()}
+
+    same_bits(ranks, run)
+
+
 @on_device(2, specs=MODES)
 def test_layers_used_on_some_ranks_only(ranks: Ranks) -> None:
     def run(place: str) -> dict[str, Tensor]:

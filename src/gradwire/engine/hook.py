@@ -18,6 +18,7 @@ from gradwire.engine.runner import Job, Runner
 from gradwire.engine.stats import Stats
 from gradwire.engine.stream import done
 from gradwire.engine.verify import Verification, verify
+from gradwire.engine.watch import Watch, Watched
 from gradwire.errors import CLOSED, ExchangeError, RegisterError, SpecError
 from gradwire.exchanges import Exact, Exchange, exchange
 from gradwire.exchanges.base import Comm
@@ -88,6 +89,8 @@ class Hook:
         """Chooses the exchange, if the spec is `auto`."""
         self.guard: Guard | None = None
         """Compares the replicas every so many steps: see `drift.py`."""
+        self.watch: Watch | None = None
+        """Compares some steps with the exact mean, if `register` was called with `watch`."""
         self._chunk_bytes = chunk_bytes
         self._params = params
         self.replicated = params
@@ -113,6 +116,8 @@ class Hook:
         self.runner.meter.begin(first)
         if first:
             self.layouts.clear()
+            if self.watch is not None:
+                self.watch.begin(self.steps, str(self.exchange))
         self.layouts[bucket.index] = bucket.segments
         if self.before_mean is not None:
             self.before_mean(bucket, first)
@@ -137,7 +142,11 @@ class Hook:
         step = max(self.steps - 1, 0) if step is None else step
         bucket = dataclasses.replace(bucket, step=step, memory=self._memory)
         after = None if self.after_mean is None else lambda: self._finish(bucket)
-        return self.runner.submit(self._jobs(bucket, scale), bucket.flat, after, what=f"step {step + 1}")
+        jobs = self._jobs(bucket, scale)
+        if self.watch is not None and self.watch.due and scale is None and not bucket.flat.is_sparse:
+            jobs, after, sample = self.watch.add(bucket, jobs, after)
+            self.runner.adopt([sample])
+        return self.runner.submit(jobs, bucket.flat, after, what=f"step {step + 1}")
 
     def _jobs(self, bucket: Bucket, scale: Scale) -> list[Job]:
         """What averages a bucket: one job per chunk, each with its part of the residual."""
@@ -199,6 +208,16 @@ class Hook:
         """Start the statistics again, for instance after the first steps."""
         self.runner.meter.reset()
 
+    def watched(self) -> tuple[Watched, ...]:
+        """With `register(..., watch=...)`: how the watched steps since the last `switch` compare with the exact mean.
+
+        Call it between steps. Steps whose gradients were not finite are left out.
+        """
+        if self.watch is None:
+            return ()
+        self.watch.finish(str(self.exchange))
+        return tuple(self.watch.records)
+
     @property
     def steps(self) -> int:
         """Steps averaged since registration."""
@@ -253,6 +272,8 @@ class Hook:
             self._open(new)
         else:
             self._enter(new, str(new))
+        if self.watch is not None and str(new) != str(self.exchange):
+            self.watch.reset()
         self.exchange = new
         self.runner.meter.reset()
 

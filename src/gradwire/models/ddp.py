@@ -28,6 +28,7 @@ from gradwire.engine.hook import Hook
 from gradwire.engine.lanes import Lanes, slow_link
 from gradwire.engine.runner import LaneRunner, Runner
 from gradwire.engine.stream import StreamRunner
+from gradwire.engine.watch import Watch
 from gradwire.errors import ExchangeError, GradwireError, RegisterError, SpecError
 from gradwire.exchanges import Exchange
 from gradwire.exchanges.base import DEFAULT_BUCKETS, Comm
@@ -53,6 +54,7 @@ def attach(
     chunk_bytes: int | None = None,
     bucket_mb: float | None = None,
     requested: str | None = None,
+    watch: Watch | None = None,
 ) -> Hook:
     """Give `model` a hook that averages over `group`, by default the model's own group. See `gradwire.register`."""
     model = uncompiled(model)
@@ -65,15 +67,20 @@ def attach(
     traced = has_python_reducer(model)
     if traced and requested is not None:
         raise RegisterError(f"{requested} counts steps, which DDP's compiled reducer hides; name a hook instead")
+    if traced and watch is not None:
+        raise RegisterError("watch counts steps, which DDP's compiled reducer hides; leave it out")
+    if watch is not None and not exchange.averages:
+        raise SpecError(f"{exchange} does not average, so that watch has nothing to compare; leave it out")
     group = group or model.process_group
     how = {"requested": requested, "traced": traced, "unused": model.find_unused_parameters}
     hook = make_hook(exchange, group, params()[0][1].device, chunk_bytes, params, **how)
-    hook.replicated = replicated
+    hook.replicated, hook.watch = replicated, watch
     try:
         if hook.size > 1:
             hook.agree("bucket_mb", "default" if bucket_mb is None else str(float(bucket_mb)))
             hook.agree("settings of DDP", _settings(model))
             hook.agree_on_model(replicated())
+            hook.agree("watch", str(watch and watch.every))
         buckets = exchange.buckets if requested is None else DEFAULT_BUCKETS
         rebucket(model, [param for _, param in params()], bucket_mb, buckets)
         model.register_comm_hook(_Carried(hook, model, group), gradwire_hook)

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from gradwire._torch.traced import uncompiled
 from gradwire.auto.pilot import Pilot
@@ -12,6 +13,7 @@ from gradwire.auto.settings import Auto, auto
 from gradwire.auto.sharded import GATHERS, ShardedPilot, pairs
 from gradwire.engine.drift import DriftGuard, check_interval
 from gradwire.engine.hook import Hook
+from gradwire.engine.watch import Watch
 from gradwire.errors import RegisterError, SpecError
 from gradwire.exchanges import Exact, Exchange, exchange
 from gradwire.models.ddp import attach, check_chunk_bytes
@@ -29,6 +31,8 @@ def register(
     chunk_bytes: int | None = None,
     bucket_mb: float | None = None,
     check_every: int | None = None,
+    watch: int | None = None,
+    optimizer: Optimizer | None = None,
     **options: object,
 ) -> Hook:
     """Communicate the gradients of a model through a hook. Call it once, on all ranks, before training.
@@ -46,6 +50,10 @@ def register(
             a `bucket_cap_mb` gets smaller buckets than DDP's 25 MB, so that more of the communication is hidden.
         check_every: For DDP: every so many steps, compare the parameters of all ranks, and raise VerifyError with the
             name of the first one that differs.
+        watch: For DDP: in every step whose number is a multiple of this, 100 for instance, average a part of the
+            gradients exactly as well. `hook.watched()` then has the errors, and a warning is issued when they leave the
+            range of the first 1,000 steps. The training itself stays the same, bit for bit.
+        optimizer: With `watch`: the optimizer of the model, so that the error of its update is measured too.
         options: Options of the spec as keywords.
 
     Returns:
@@ -68,9 +76,11 @@ def register(
     plain = uncompiled(model)
     if isinstance(plain, DistributedDataParallel) or not is_sharded(plain):
         _refuse("a model without fully_shard", gather=gather, replicas=replicas, mesh=mesh)
-        hook = _register_ddp(model, spec, chunk_bytes, bucket_mb, **options)
+        watching = _watch(watch, optimizer)
+        hook = _register_ddp(model, spec, chunk_bytes, bucket_mb, watching, **options)
         return hook if check_every is None else _guarded(hook, check_every)
-    _refuse("a model with fully_shard", bucket_mb=bucket_mb, check_every=check_every)
+    given = {"bucket_mb": bucket_mb, "check_every": check_every, "watch": watch, "optimizer": optimizer}
+    _refuse("a model with fully_shard", **given)
     if (settings := auto(spec, **options)) is not None:
         _refuse("auto", replicas=replicas, mesh=mesh)
         return _register_auto(plain, settings, gather, chunk_bytes)
@@ -135,13 +145,29 @@ def hsdp(
 
 
 def _register_ddp(
-    model: Any, spec: str | Exchange, chunk_bytes: int | None, bucket_mb: float | None, **options: object
+    model: Any,
+    spec: str | Exchange,
+    chunk_bytes: int | None,
+    bucket_mb: float | None,
+    watch: Watch | None,
+    **options: object,
 ) -> Hook:
+    common: dict[str, Any] = {"chunk_bytes": chunk_bytes, "bucket_mb": bucket_mb, "watch": watch}
     if (settings := auto(spec, **options)) is not None:
-        hook = attach(model, Exact(), chunk_bytes=chunk_bytes, bucket_mb=bucket_mb, requested=str(settings))
+        hook = attach(model, Exact(), requested=str(settings), **common)
         hook.pilot = Pilot(hook, settings) if hook.size > 1 else None
         return hook
-    return attach(model, exchange(spec, **options), chunk_bytes=chunk_bytes, bucket_mb=bucket_mb)
+    return attach(model, exchange(spec, **options), **common)
+
+
+def _watch(every: int | None, optimizer: Optimizer | None) -> Watch | None:
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise SpecError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if every is None:
+        return None
+    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+        raise SpecError(f"watch must be a whole number of steps of at least 1, got {every!r}")
+    return Watch(every, optimizer)
 
 
 def _guarded(hook: Hook, check_every: int) -> Hook:

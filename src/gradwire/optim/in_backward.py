@@ -80,6 +80,8 @@ class StepInBackward:
             if param.requires_grad
         ]
         hook.before_mean, hook.after_mean = self._arrived, self._averaged_one
+        if hook.watch is not None:
+            hook.watch.optimizer = optimizer
         self._restore = replace_step(optimizer, self._finish, STEPS_IN_BACKWARD)
 
     def close(self) -> None:
