@@ -17,12 +17,13 @@ from gradwire.engine.residuals import Residuals
 from gradwire.engine.runner import Job, Runner
 from gradwire.engine.stats import Stats
 from gradwire.engine.stream import done
-from gradwire.engine.verify import Verification, verify
+from gradwire.engine.verify import Verification, fingerprint, verify
 from gradwire.errors import CLOSED, ExchangeError, RegisterError, SpecError
 from gradwire.exchanges import Exact, Exchange, exchange
 from gradwire.exchanges.base import Comm
 from gradwire.exchanges.bucket import Bucket, Memory, Segment, Steps
 from gradwire.exchanges.feedback import fed_back, withheld
+from gradwire.exchanges.whiten import SecondMoments
 from gradwire.version import __version__
 
 Scale = Callable[[], float] | None
@@ -71,12 +72,15 @@ class Hook:
         requested: str | None = None,
         traced: bool = False,
         unused: bool = False,
+        moments: SecondMoments | None = None,
     ) -> None:
         """`requested` is the user's spec, if it is not that of the exchange. `traced`: for DDP's compiled reducer.
 
-        `unused`: the caller discards the mean of tensors whose gradients are zero on all ranks.
+        `unused`: the caller discards the mean of tensors whose gradients are zero on all ranks. `moments`: those of the
+        optimizer, for exchanges that use them.
         """
         self.exchange = exchange
+        self.moments = moments
         self.rank, self.size, self.device = rank, size, device
         self.runner = runner
         self.layouts: dict[int, tuple[Segment, ...]] = {}
@@ -133,7 +137,8 @@ class Hook:
             self._finish(bucket)
             return done(bucket.flat)
         step = max(self.steps - 1, 0) if step is None else step
-        bucket = dataclasses.replace(bucket, step=step, memory=self._memory)
+        moment_of = self.moments.for_bucket(step) if self.exchange.reads_optimizer and self.moments else None
+        bucket = dataclasses.replace(bucket, step=step, memory=self._memory, moment_of=moment_of)
         after = None if self.after_mean is None else lambda: self._finish(bucket)
         return self.runner.submit(self._jobs(bucket, scale), bucket.flat, after, what=f"step {step + 1}")
 
@@ -316,6 +321,11 @@ class Hook:
             )
         if new.packs_residual and not self.can_pack_residuals:
             raise SpecError(f"{new}: residual=int8 is for the gradients of models with fully_shard; leave it out here")
+        if new.reads_optimizer and self.moments is None:
+            raise RegisterError(
+                f"{new} divides gradients by the optimizer's second moment; call gradwire.register(model, ..., "
+                "optimizer=optimizer)"
+            )
         new.check(list(self._params()))
         levels = new.levels(self.size)
         if self.size == 1:
@@ -325,6 +335,9 @@ class Hook:
         self.runner.open(1)
         self.agree("version", f"gradwire {__version__}, torch {torch.__version__}")
         self.agree("hook", requested)
+        if new.reads_optimizer and self.moments is not None:
+            states = [f"{name} {int(fingerprint(moment))}" for name, moment in self.moments.present()]
+            self.agree("optimizer state", "; ".join(states))
         if new.same_kernels:
             self.agree("kernels (numba installed, or not)", "numba" if kernels.load() else "torch")
         self.agree("chunk_bytes", str(self._chunk_bytes or "default"))

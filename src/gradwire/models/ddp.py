@@ -32,6 +32,7 @@ from gradwire.errors import ExchangeError, GradwireError, RegisterError, SpecErr
 from gradwire.exchanges import Exchange
 from gradwire.exchanges.base import DEFAULT_BUCKETS, Comm
 from gradwire.exchanges.bucket import Bucket, Segment, segments_of
+from gradwire.exchanges.whiten import SecondMoments
 from gradwire.models.buckets import check_bucket_mb, rebucket
 from gradwire.models.checks import check_group, check_model, check_parameters
 from gradwire.models.compiled import traced_mean
@@ -53,6 +54,7 @@ def attach(
     chunk_bytes: int | None = None,
     bucket_mb: float | None = None,
     requested: str | None = None,
+    optimizer: object = None,
 ) -> Hook:
     """Give `model` a hook that averages over `group`, by default the model's own group. See `gradwire.register`."""
     model = uncompiled(model)
@@ -66,7 +68,8 @@ def attach(
     if traced and requested is not None:
         raise RegisterError(f"{requested} counts steps, which DDP's compiled reducer hides; name a hook instead")
     group = group or model.process_group
-    how = {"requested": requested, "traced": traced, "unused": model.find_unused_parameters}
+    moments = None if optimizer is None else SecondMoments(optimizer, dict(params()))
+    how = {"requested": requested, "traced": traced, "unused": model.find_unused_parameters, "moments": moments}
     hook = make_hook(exchange, group, params()[0][1].device, chunk_bytes, params, **how)
     hook.replicated = replicated
     try:
@@ -101,6 +104,7 @@ def make_hook(
     requested: str | None = None,
     traced: bool = False,
     unused: bool = False,
+    moments: SecondMoments | None = None,
 ) -> Hook:
     """A hook over a process group, not tied to any model. All ranks of the group together. See `Hook`."""
     runner = make_runner(group, device)
@@ -116,6 +120,7 @@ def make_hook(
             requested=requested,
             traced=traced,
             unused=unused,
+            moments=moments,
         )
     except BaseException:
         runner.close()

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from gradwire._torch.traced import uncompiled
 from gradwire.auto.pilot import Pilot
@@ -25,6 +26,7 @@ def register(
     gather: str | Exchange | None = None,
     replicas: str | Exchange | None = None,
     mesh: Any = None,
+    optimizer: Optimizer | None = None,
     chunk_bytes: int | None = None,
     bucket_mb: float | None = None,
     check_every: int | None = None,
@@ -40,6 +42,8 @@ def register(
             default `"exact"`.
         replicas: For `fully_shard` on the shards of a 2-D mesh: how gradients are averaged across the replicas.
         mesh: With `replicas`: the 2-D mesh of (replicas, shards).
+        optimizer: The optimizer of the model, for hooks with `whiten=true`, which use its second moment. With
+            `fully_shard`, those are hooks for `replicas`.
         chunk_bytes: How many bytes of gradient travel at a time. The default suits nearly all models.
         bucket_mb: For DDP: the size of the buckets that it fills, in MiB. By default a CPU model that was built without
             a `bucket_cap_mb` gets smaller buckets than DDP's 25 MB, so that more of the communication is hidden.
@@ -67,7 +71,7 @@ def register(
     plain = uncompiled(model)
     if isinstance(plain, DistributedDataParallel) or not is_sharded(plain):
         _refuse("a model without fully_shard", gather=gather, replicas=replicas, mesh=mesh)
-        hook = _register_ddp(model, spec, chunk_bytes, bucket_mb, **options)
+        hook = _register_ddp(model, spec, chunk_bytes, bucket_mb, optimizer, **options)
         return hook if check_every is None else _guarded(hook, check_every)
     _refuse("a model with fully_shard", bucket_mb=bucket_mb, check_every=check_every)
     if auto(spec, **options) is not None:
@@ -79,6 +83,7 @@ def register(
         None if replicas is None else exchange(replicas),
         mesh=mesh,
         chunk_bytes=chunk_bytes,
+        optimizer=optimizer,
     )
 
 
@@ -133,13 +138,20 @@ def hsdp(
 
 
 def _register_ddp(
-    model: Any, spec: str | Exchange, chunk_bytes: int | None, bucket_mb: float | None, **options: object
+    model: Any,
+    spec: str | Exchange,
+    chunk_bytes: int | None,
+    bucket_mb: float | None,
+    optimizer: Optimizer | None,
+    **options: object,
 ) -> Hook:
     if (settings := auto(spec, **options)) is not None:
+        _refuse("auto", optimizer=optimizer)
         hook = attach(model, Exact(), chunk_bytes=chunk_bytes, bucket_mb=bucket_mb, requested=str(settings))
         hook.pilot = Pilot(hook, settings) if hook.size > 1 else None
         return hook
-    return attach(model, exchange(spec, **options), chunk_bytes=chunk_bytes, bucket_mb=bucket_mb)
+    chosen = exchange(spec, **options)
+    return attach(model, chosen, chunk_bytes=chunk_bytes, bucket_mb=bucket_mb, optimizer=optimizer)
 
 
 def _guarded(hook: Hook, check_every: int) -> Hook:
