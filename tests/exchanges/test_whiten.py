@@ -1,4 +1,4 @@
-"""Whitening: the result is that of its reference, for every optimizer that has a second moment, on ranks that are threads."""
+"""Whitening: results are those of the reference, and the second moment of every kind of optimizer is read rightly."""
 
 import logging
 from collections import defaultdict

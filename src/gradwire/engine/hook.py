@@ -137,7 +137,7 @@ class Hook:
             self._finish(bucket)
             return done(bucket.flat)
         step = max(self.steps - 1, 0) if step is None else step
-        moment_of = self.moments.for_bucket(step) if self.exchange.reads_optimizer and self.moments else None
+        moment_of = self.moments.for_bucket(step) if self.moments and self.exchange.reads_optimizer else None
         bucket = dataclasses.replace(bucket, step=step, memory=self._memory, moment_of=moment_of)
         after = None if self.after_mean is None else lambda: self._finish(bucket)
         return self.runner.submit(self._jobs(bucket, scale), bucket.flat, after, what=f"step {step + 1}")
