@@ -17,6 +17,7 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # scripts find e
 import error
 import error_plot
 import kernels
+import low_bits
 import references
 
 TINY = WorkloadSettings(layers=1, width=32, heads=2, context=16, batch=2, text_bytes=50_000)
@@ -129,3 +130,20 @@ def test_labels_of_a_crowd_do_not_overlap():
     for _ in range(6):
         taken.append(error_plot.place(400, 300, 60, taken)[2])
     assert not any(error_plot.overlap(a, b) for a, b in itertools.combinations(taken, 2))
+
+
+def test_low_bits_simulates_hooks_and_the_optimizer(monkeypatch):
+    monkeypatch.setattr(low_bits, "SETTINGS", dataclasses.replace(TINY, width=64, text_bytes=500_000))
+    monkeypatch.setattr(low_bits, "HELD_OUT", 4)
+    methods = ("exact", "int2:whiten=true", "onebit:warmup=16,refresh=4")
+    rows = [low_bits.run(method, 5, 20) for method in methods]
+    assert [round(row["bits"], 1) for row in rows] == [32.0, 2.1, pytest.approx(1.5, abs=0.5)]
+    assert len({row["loss"] for row in rows}) == 3
+    assert all(abs(row["loss"] - rows[0]["loss"]) < 0.1 for row in rows)
+
+
+def test_gaps_of_low_bits_are_paired_by_seed():
+    losses = {("exact", 1): 2.0, ("exact", 2): 3.0, ("int2", 1): 2.1, ("int2", 2): 3.3, ("int2", 3): 9.0}
+    rows = [{"method": m, "seed": s, "steps": 9, "loss": loss, "bits": 2.1} for (m, s), loss in losses.items()]
+    (line,) = low_bits.table(rows).splitlines()[2:]
+    assert line == "| 9 | `int2` | 2.10 | 2 | +0.2000 | +0.28 of 0.707 | +0.300 | +0.100 +0.300 |"

@@ -63,6 +63,7 @@ def test_training_reaches_the_loss_of_adamw_with_the_same_bits_on_all_ranks():
         net = Net()
         optimizer = OneBitAdamW(net.parameters(), lr=3e-3, warmup=20, process_group=group, **SENT)
         train(net, optimizer, rank.rank, range(200))
+        assert [checked.identical for checked in optimizer.verify().values()] == [True, True]
         optimizer.close()
         return values(net), held_out(net)
 

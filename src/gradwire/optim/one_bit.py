@@ -25,6 +25,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.engine.hook import Hook
+from gradwire.engine.stats import Stats
+from gradwire.engine.verify import Verification
 from gradwire.errors import SpecError, StateError
 from gradwire.exchanges import Exchange, exchange
 from gradwire.exchanges.exact import Noop
@@ -223,7 +225,8 @@ class OneBitAdamW(torch.optim.Optimizer):
 
     def _adapt(self, drifts: Sequence[tuple[int, int]]) -> None:
         """Refresh more often if gradients have changed their scale since, or more rarely."""
-        share = sum(drifted for drifted, _ in drifts) / max(sum(blocks for _, blocks in drifts), 1)
+        blocks = sum(blocks for _, blocks in drifts)
+        share = sum(drifted for drifted, _ in drifts) / blocks if blocks else OFTEN
         if share > OFTEN:
             self._interval = max(self._interval // 2, 1)
         elif share < RARELY:
@@ -283,9 +286,13 @@ class OneBitAdamW(torch.optim.Optimizer):
         super().add_param_group(param_group)
         self._parts = None
 
-    def stats(self) -> dict[Kind, Any]:
+    def stats(self) -> dict[Kind, Stats]:
         """`Hook.stats()` of gradient steps and of momentum steps."""
         return {kind: hook.stats() for kind, hook in self._hooks.items()}
+
+    def verify(self) -> dict[Kind, Verification]:
+        """`Hook.verify()` of both kinds of steps that there were. All ranks together, between steps."""
+        return {kind: hook.verify() for kind, hook in self._hooks.items()}
 
     def close(self) -> None:
         """End threads and connections."""
