@@ -135,11 +135,10 @@ def test_labels_of_a_crowd_do_not_overlap():
 def test_low_bits_simulates_hooks_and_the_optimizer(monkeypatch):
     monkeypatch.setattr(low_bits, "SETTINGS", dataclasses.replace(TINY, width=64, text_bytes=500_000))
     monkeypatch.setattr(low_bits, "HELD_OUT", 4)
-    methods = ("exact", "int2:whiten=true", "onebit:warmup=16,refresh=4")
-    rows = [low_bits.run(method, 5, 20) for method in methods]
-    assert [round(row["bits"], 1) for row in rows] == [32.0, 2.1, pytest.approx(1.5, abs=0.5)]
-    assert len({row["loss"] for row in rows}) == 3
-    assert all(abs(row["loss"] - rows[0]["loss"]) < 0.1 for row in rows)
+    hook, optimizer = (low_bits.run(method, 5, 19) for method in ("int2:whiten=true", "onebit:warmup=16,refresh=4"))
+    assert hook["bits"] == pytest.approx(2.13, abs=0.05)
+    assert 1.1 < optimizer["bits"] < 2.0
+    assert 0 < abs(hook["loss"] - optimizer["loss"]) < 0.1
 
 
 def test_gaps_of_low_bits_are_paired_by_seed():
