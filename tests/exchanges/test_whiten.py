@@ -182,6 +182,8 @@ def test_the_floor_is_a_power_of_two_and_one_for_zeros():
     assert float(floor_of(torch.zeros(5))) == 1.0
     assert float(floor_of(torch.full((5,), 1e-40))) == 2.0**-80
     assert float(floor_of(torch.full((1000,), 0.75 / FLOOR))) == 1.0
+    wide = torch.rand(400, 1000, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 0, 1000)
+    assert FLOOR < float(floor_of(wide.flatten())) / float(wide.mean()) < 2.2 * FLOOR
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ log = logging.getLogger("gradwire")
 
 FLOOR = 0.001
 """The floor, relative to the mean of v; rounded up to a power of two (see `floor_of`)."""
+SAMPLE = 1 << 16
 LEAST_FLOOR = 2.0**-80
 """So that gradients of any size, divided by its root and squared, stay finite."""
 WARMUP = 15
@@ -90,8 +91,13 @@ def warm_up(values: Tensor) -> None:
 
 
 def floor_of(moment: Tensor) -> Tensor:
-    """A power of two, so that ranks which add up in another order, with more threads say, get the same bits."""
-    mean = moment.sum(dtype=torch.float64) / moment.numel() * FLOOR
+    """A power of two, so that ranks which add up in another order, with more threads say, get the same bits.
+
+    The mean of a large tensor is that of some 100,000 values all over it: summing up all of them would take as long as
+    encoding them.
+    """
+    sample = moment[:: moment.numel() // SAMPLE | 1]
+    mean = sample.sum(dtype=torch.float64) / sample.numel() * FLOOR
     power = torch.ldexp(torch.ones_like(mean), torch.frexp(mean).exponent)  # 1 for zeros: no state worth using
     return power.clamp(min=LEAST_FLOOR).float()
 
