@@ -13,11 +13,12 @@ from torch.futures import Future
 from gradwire import kernels
 from gradwire.engine import checkpoint
 from gradwire.engine.agreement import agree, agree_on_each
+from gradwire.engine.fingerprint import fingerprint
 from gradwire.engine.residuals import Residuals
 from gradwire.engine.runner import Job, Runner
 from gradwire.engine.stats import Stats
 from gradwire.engine.stream import done
-from gradwire.engine.verify import Verification, fingerprint, verify
+from gradwire.engine.verify import Verification, verify
 from gradwire.errors import CLOSED, ExchangeError, RegisterError, SpecError
 from gradwire.exchanges import Exact, Exchange, exchange
 from gradwire.exchanges.base import Comm
