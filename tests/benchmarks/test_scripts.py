@@ -17,6 +17,7 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # scripts find e
 import error
 import error_plot
 import kernels
+import low_bits
 import references
 import simulated_workers
 
@@ -149,3 +150,19 @@ def test_simulated_workers_that_share_everything_train_like_one():
     assert losses["local"] == pytest.approx(losses["sync"], abs=1e-4)
     assert losses["power"] == pytest.approx(losses["sync"], abs=1e-3)
     assert losses["local at 2 bits"] != pytest.approx(losses["sync"], abs=1e-3)
+
+
+def test_low_bits_simulates_hooks_and_the_optimizer(monkeypatch):
+    monkeypatch.setattr(low_bits, "SETTINGS", dataclasses.replace(TINY, width=64, text_bytes=500_000))
+    monkeypatch.setattr(low_bits, "HELD_OUT", 4)
+    hook, optimizer = (low_bits.run(method, 5, 19) for method in ("int2:whiten=true", "onebit:warmup=16,refresh=4"))
+    assert hook["bits"] == pytest.approx(2.13, abs=0.05)
+    assert 1.1 < optimizer["bits"] < 2.0
+    assert 0 < abs(hook["loss"] - optimizer["loss"]) < 0.1
+
+
+def test_gaps_of_low_bits_are_paired_by_seed():
+    losses = {("exact", 1): 2.0, ("exact", 2): 3.0, ("int2", 1): 2.1, ("int2", 2): 3.3, ("int2", 3): 9.0}
+    rows = [{"method": m, "seed": s, "steps": 9, "loss": loss, "bits": 2.1} for (m, s), loss in losses.items()]
+    (line,) = low_bits.table(rows).splitlines()[2:]
+    assert line == "| 9 | `int2` | 2.10 | 2 | +0.2000 | +0.28 of 0.707 | +0.300 | +0.100 +0.300 |"

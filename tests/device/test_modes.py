@@ -9,6 +9,7 @@ import gradwire
 from gradwire.auto.pilot import Pilot
 from gradwire.auto.settings import Auto
 from gradwire.optim import DiLoCo, LocalSGD, step_in_backward
+from gradwire.testing import device
 
 from ..kit import models
 from ..kit.models import batch, seeded
@@ -251,3 +252,25 @@ def test_powersgd_is_near_numbas_kernels(ranks: Ranks) -> None:
     numba, here = trained(ranks, "cpu"), trained(ranks, "testdev")
     errors = [float((here[name] - value).abs().max()) for name, value in numba.items() if "residual" not in name]
     assert 0.0 < max(errors) < 1e-6, max(errors)
+
+
+@on_device(2, specs=("int2:whiten=true,exempt=none",))
+def test_whitening_by_the_state_of_the_optimizer(ranks: Ranks) -> None:
+    """The optimizer writes the second moment on one stream, and the hook reads it on another; no host waits for it."""
+
+    def run(place: str, spec: str) -> tuple[dict[str, Tensor], list[object]]:
+        model, seen = wrap(ranks, place), []
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+        hook = ranks.register(model, spec, optimizer=optimizer, bucket_mb=0.002)
+        hook.steps = hook.exchange.warmup
+        for number in range(4):
+            device.reset_counters()
+            step(model, optimizer, ranks.rank, number)
+            seen.append(device.counters().reasons)
+        return weights(model), seen
+
+    same_bits(ranks, lambda place: run(place, ranks.spec)[0])
+    plain = run(device.DEVICE, ranks.spec.replace("whiten=true", "whiten=false"))
+    whitened = run(device.DEVICE, ranks.spec)
+    assert plain[1] == whitened[1]
+    assert any(not torch.equal(plain[0][name], value) for name, value in whitened[0].items())

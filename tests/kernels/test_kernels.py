@@ -225,3 +225,11 @@ def reduced(codec, own, wires, skip):
     wire = torch.zeros(wires.shape[1], dtype=torch.uint8)
     codec.reduce_(wire, own, wires, skip, 1 / 3)
     return wire
+
+
+def test_whitening():
+    ways = [importlib.import_module(f"gradwire.kernels.{way}.whiten") for way in ("numba", "torch")]
+    moment, floor = values()[:-3].abs().clamp(max=1e30), torch.tensor(2.0**-20)
+    for name in ("divide_", "multiply_"):
+        numba, torch_ = (getattr(way, name)(values()[:-3], moment, floor) for way in ways)
+        torch.testing.assert_close(numba, torch_, rtol=0, atol=0)

@@ -9,7 +9,14 @@ import torch
 from gradwire import kernels
 from gradwire.exchanges import EXCHANGES, exchange
 
-SPECS = (*EXCHANGES, "int4:allocate=true", "int8:rounding=stochastic", "int4:rounding=stochastic", "int4:hadamard=64")
+SPECS = (
+    *EXCHANGES,
+    "int4:allocate=true",
+    "int8:rounding=stochastic",
+    "int4:rounding=stochastic",
+    "int4:hadamard=64",
+    "int2:whiten=true",
+)
 
 if __name__ == "__main__":
     kernels.load()

@@ -84,6 +84,7 @@ class Mutant(Exchange):
     buckets = property(lambda self: self.inner.buckets)
     warmup = property(lambda self: self.inner.warmup)
     same_kernels = property(lambda self: self.inner.same_kernels)
+    reads_optimizer = property(lambda self: self.inner.reads_optimizer)
     traceable = property(lambda self: self.inner.traceable)
 
     def __str__(self) -> str:

@@ -13,6 +13,7 @@ from torch.futures import Future
 from gradwire import kernels
 from gradwire.engine import checkpoint
 from gradwire.engine.agreement import agree, agree_on_each
+from gradwire.engine.fingerprint import fingerprint
 from gradwire.engine.residuals import Residuals
 from gradwire.engine.runner import Job, Runner
 from gradwire.engine.stats import Stats
@@ -24,6 +25,7 @@ from gradwire.exchanges import Exact, Exchange, exchange
 from gradwire.exchanges.base import Comm
 from gradwire.exchanges.bucket import Bucket, Memory, Segment, Steps
 from gradwire.exchanges.feedback import fed_back, withheld
+from gradwire.exchanges.whiten import SecondMoments
 from gradwire.version import __version__
 
 Scale = Callable[[], float] | None
@@ -72,12 +74,15 @@ class Hook:
         requested: str | None = None,
         traced: bool = False,
         unused: bool = False,
+        moments: SecondMoments | None = None,
     ) -> None:
         """`requested` is the user's spec, if it is not that of the exchange. `traced`: for DDP's compiled reducer.
 
-        `unused`: the caller discards the mean of tensors whose gradients are zero on all ranks.
+        `unused`: the caller discards the mean of tensors whose gradients are zero on all ranks. `moments`: those of the
+        optimizer, for exchanges that use them.
         """
         self.exchange = exchange
+        self.moments = moments
         self.rank, self.size, self.device = rank, size, device
         self.runner = runner
         self.layouts: dict[int, tuple[Segment, ...]] = {}
@@ -140,7 +145,8 @@ class Hook:
             self._finish(bucket)
             return done(bucket.flat)
         step = max(self.steps - 1, 0) if step is None else step
-        bucket = dataclasses.replace(bucket, step=step, memory=self._memory)
+        moment_of = self.moments.for_bucket(step) if self.moments and self.exchange.reads_optimizer else None
+        bucket = dataclasses.replace(bucket, step=step, memory=self._memory, moment_of=moment_of)
         after = None if self.after_mean is None else lambda: self._finish(bucket)
         jobs = self._jobs(bucket, scale)
         if self.watch is not None and self.watch.due and scale is None and not bucket.flat.is_sparse:
@@ -340,6 +346,11 @@ class Hook:
             )
         if new.packs_residual and not self.can_pack_residuals:
             raise SpecError(f"{new}: residual=int8 is for the gradients of models with fully_shard; leave it out here")
+        if new.reads_optimizer and self.moments is None:
+            raise RegisterError(
+                f"{new} divides gradients by the optimizer's second moment; call gradwire.register(model, ..., "
+                "optimizer=optimizer)"
+            )
         new.check(list(self._params()))
         levels = new.levels(self.size)
         if self.size == 1:
@@ -349,6 +360,9 @@ class Hook:
         self.runner.open(1)
         self.agree("version", f"gradwire {__version__}, torch {torch.__version__}")
         self.agree("hook", requested)
+        if new.reads_optimizer and self.moments is not None:
+            states = [f"{name} {int(fingerprint(moment))}" for name, moment in self.moments.present()]
+            self.agree("optimizer state", "; ".join(states))
         if new.same_kernels:
             self.agree("kernels (numba installed, or not)", "numba" if kernels.load() else "torch")
         self.agree("chunk_bytes", str(self._chunk_bytes or "default"))

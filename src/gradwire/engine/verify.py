@@ -1,5 +1,6 @@
 """Verification: does the hook do what it should on this model, on these ranks, now?"""
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from gradwire.errors import VerifyError
 from gradwire.exchanges.base import Exchange
 from gradwire.exchanges.bucket import Bucket, Memory, Segment, cut
 from gradwire.exchanges.simulated import expected
+from gradwire.exchanges.whiten import SecondMoments
 
 MOST_VALUES = 1 << 22
 """The largest number of values of a bucket, of all ranks together, that are compared."""
@@ -29,6 +31,7 @@ class Verifiable(Protocol):
     size: int
     device: torch.device
     layouts: dict[int, tuple[Segment, ...]]
+    moments: SecondMoments | None
 
     @property
     def steps(self) -> int:
@@ -137,8 +140,9 @@ def _try_out(hook: Verifiable, index: int, segments: tuple[Segment, ...]) -> _Er
             flat[numel // 2 : numel // 2 + 1] = math.inf
         inputs = hook.gather(flat.view(torch.uint8)).view(flat.dtype)
         begun = max(hook.steps, hook.exchange.warmup) + step
-        bucket = Bucket(index, flat, segments, is_last=False, step=begun, memory=memory)
-        owns = [Bucket(index, row, segments, is_last=False, step=begun, memory=wanted_memory) for row in inputs]
+        moment_of = None if hook.moments is None else hook.moments.for_bucket(begun)
+        bucket = Bucket(index, flat, segments, is_last=False, step=begun, memory=memory, moment_of=moment_of)
+        owns = [dataclasses.replace(bucket, flat=row, memory=wanted_memory) for row in inputs]
         wanted = expected(hook.exchange, [hook.chunks(own) for own in owns], residuals)
         hook.try_out(bucket, residual)
         exact = inputs.double().mean(0)

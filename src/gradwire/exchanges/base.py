@@ -147,6 +147,11 @@ class Exchange(ABC):
         return 0
 
     @property
+    def reads_optimizer(self) -> bool:
+        """Whether `mean_` uses `Bucket.moment_of`, so that registration needs the optimizer."""
+        return False
+
+    @property
     def same_kernels(self) -> bool:
         """Whether all ranks must use the same kernels (all Numba, or all torch) for the results to be identical."""
         return False

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +35,15 @@ class Segment:
 Memory = dict[str, dict[str, Tensor]]
 
 
+class SecondMoment(NamedTuple):
+    """How large the gradients of a segment have been, for exchanges with `whiten`: they divide by its square root."""
+
+    values: Tensor
+    """The running mean of the squared gradients, one for each value of the segment, in the order of the bucket."""
+    floor: Tensor
+    """Added to all of them: a single number above 0, the same for the whole parameter."""
+
+
 @dataclass(frozen=True, slots=True)
 class Bucket:
     """Gradients of some parameters, back to back in one flat tensor. Averaging happens in place, in `flat`."""
@@ -47,6 +57,8 @@ class Bucket:
     memory: Memory | None = None
     """What an exchange keeps between steps: tensors by parameter name and key, the same on all ranks, part of the
     checkpoint. None: it may keep nothing."""
+    moment_of: Callable[[Segment], SecondMoment | None] | None = None
+    """The optimizer's second moment of a segment, the same bits on all ranks; None where it has none yet."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -148,6 +160,17 @@ def _shaped(piece: Tensor, segment: Segment) -> Tensor:
         return piece
     stride = param.stride() if _dense(param) else torch.empty(param.shape, device="meta").stride()
     return values.as_strided(param.shape, stride)
+
+
+def flattened(tensor: Tensor, param: Tensor) -> Tensor:
+    """The values of a tensor with the shape of a parameter, in the order that the parameter's gradient has in a bucket.
+
+    The result may be a view.
+    """
+    if _dense(param) and tensor.stride() != param.stride():
+        tensor = torch.empty_like(param, dtype=tensor.dtype).copy_(tensor)
+    values = _memory_order(tensor)
+    return _real(values)
 
 
 def _dense(tensor: Tensor) -> bool:

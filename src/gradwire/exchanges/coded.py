@@ -10,14 +10,15 @@ from torch import Tensor
 
 from gradwire.codecs import Codec
 from gradwire.errors import SpecError
+from gradwire.exchanges import whiten as whitening
 from gradwire.exchanges.allocate import BLOCK, CODECS, allocated_mean_, allocated_reference
 from gradwire.exchanges.base import Comm, Exchange
 from gradwire.exchanges.bucket import Bucket, Segment
-from gradwire.exchanges.exact import all_reduce_
+from gradwire.exchanges.exact import all_reduce_, exact_mean_
 from gradwire.exchanges.exempt import check_matches, check_pattern, is_exempt
 from gradwire.exchanges.feedback import fed_back
 from gradwire.exchanges.plan import Run, WirePlan, joined, one_shot_, plan, two_shot_
-from gradwire.exchanges.reference import Reference, backend_mean, coded_message, fed, kept
+from gradwire.exchanges.reference import Reference, backend_mean, coded_message, exact_reference, fed, kept
 from gradwire.kernels.batch import Entry
 from gradwire.spec import changed, write
 
@@ -49,6 +50,9 @@ class Coded(Exchange):
     bits on average (int2 to int6, on the CPU)."""
     fairness: float = 0.5
     """For `allocate`, from 0 to 1: 1 is best for the gradient as a whole, less favours tensors of little energy."""
+    whiten: bool = False
+    """Encode the gradient divided by the root of the optimizer's second moment, so that the error is equal in units of
+    Adam's updates. The first 15 steps are exact. Pass `optimizer=...` to `gradwire.register`."""
 
     def __post_init__(self) -> None:
         name = self.codec.name
@@ -63,6 +67,10 @@ class Coded(Exchange):
             raise SpecError(f"{name}: accumulate=wire takes neither feedback nor shots nor exempt; use accumulate=fp32")
         if self.allocate and (not self.codec.allocatable_bits or self.feedback):
             raise SpecError(f"{name}: allocate=true is for int2 to int6, without feedback")
+        if self.whiten and (self.allocate or self.codec.wire_dtype is not None):
+            raise SpecError(
+                f"{name}: whiten=true is for codecs with blocks (int2 to int8, sign, fp8), without allocate"
+            )
         if self.residual != "fp32" and not self.feedback:
             raise SpecError(f"{name}: residual={self.residual} goes with feedback=true")
         if not 0.0 <= self.fairness <= 1.0:
@@ -87,7 +95,17 @@ class Coded(Exchange):
     @property
     def traceable(self) -> bool:
         """Unless it keeps state between steps or needs the number of the step."""
-        return not (self.feedback or self.allocate or self.codec.is_random)
+        return not (self.feedback or self.allocate or self.whiten or self.codec.is_random)
+
+    @property
+    def reads_optimizer(self) -> bool:
+        """With `whiten`."""
+        return self.whiten
+
+    @property
+    def warmup(self) -> int:
+        """With `whiten`, the steps until the second moment is worth using."""
+        return whitening.WARMUP if self.whiten else 0
 
     @property
     def align(self) -> int:
@@ -101,8 +119,13 @@ class Coded(Exchange):
         """
         return 4 << 20 if self.accumulate == "wire" else max(4 << 20, size << 18)
 
-    def bound(self, size: int) -> float:
-        """The error of one encoding for one-shot, of two for two-shot; with `accumulate=wire` one more per addition."""
+    def bound(self, size: int) -> float | None:
+        """The error of one encoding for one-shot, of two for two-shot; with `accumulate=wire` one more per addition.
+
+        With `whiten` the error is bounded in other units than those of gradients.
+        """
+        if self.whiten:
+            return None
         error = 1.0 if self.allocate else self.codec.bound
         if self.accumulate == "wire":
             return 1.01 * size * error + size * 2.0**-23
@@ -117,6 +140,9 @@ class Coded(Exchange):
         if self.accumulate == "wire":
             all_reduce_(flat, comm, self.codec.wire_dtype)
             return
+        if bucket.step < self.warmup:
+            exact_mean_(flat, comm, residual)
+            return
         one = self._one_shot(comm.size)
         if self.allocate:
             exempt = [self._exempts(segment) for segment in bucket.segments]
@@ -124,11 +150,15 @@ class Coded(Exchange):
             return
         exchange_, split = one_shot_ if one else two_shot_, self.plan(bucket, 1 if one else comm.size)
         codec = self._seeded(bucket, comm.rank)
-        if residual is None:
+        if residual is None and not self.whiten:
             exchange_(flat, split, codec, comm)
             return
         with fed_back(flat, residual) as work:
-            exchange_(work, split, codec, comm, residual)
+            if self.whiten:
+                with whitening.whitened(bucket, work, residual, self._exempts) as white:
+                    exchange_(white, split, codec, comm, residual)
+            else:
+                exchange_(work, split, codec, comm, residual)
 
     def reference(self, buckets: Sequence[Bucket], residuals: Sequence[Tensor] | None = None) -> Reference:
         """Bit for bit, except for the order of the sum under `accumulate=wire`, in which each addition rounds once."""
@@ -138,13 +168,20 @@ class Coded(Exchange):
         if self.allocate:
             exempt = [self._exempts(segment) for segment in first.segments]
             return allocated_reference(buckets, self.codec.allocatable_bits, self.fairness, exempt, one)
+        if first.step < self.warmup:
+            return exact_reference(buckets, residuals)
         values = [fed(bucket, None if residuals is None else residuals[i]) for i, bucket in enumerate(buckets)]
+        divisor = whitening.divisors(first, self._exempts) if self.whiten else None
+        if divisor is not None:
+            values = [value / divisor for value in values]
         runs = joined(self.runs(first), self.codec)
         codecs = [self.codec] * size
         if first.segments:
             start = first.segments[0]
             codecs = [self.codec.seeded(rank, first.step, start.name, start.start) for rank in range(size)]
         mean, lost = coded_message(values, [run.numel for run in runs], [run.exempt for run in runs], codecs, one)
+        if divisor is not None:
+            mean, lost = mean * divisor, [own * divisor for own in lost]
         mean = mean.to(first.flat.dtype)
         # Residuals are float32: those of float64 gradients round, and a value may land on the next code.
         largest = max((float(x.nan_to_num(0.0, 0.0, 0.0).abs().max()) for x in values if x.numel()), default=0.0)
@@ -161,6 +198,8 @@ class Coded(Exchange):
             raise SpecError(f"{self.codec.name}: allocate=true works on the CPU only, the model is on {device}")
         for codec in CODECS.values() if self.allocate else [self.codec]:
             values = torch.ones(2 * self.align + 1, device=device)
+            if self.whiten:
+                whitening.warm_up(values)
             if _warmed_up_at_once(codec, values, bool(self.feedback)):
                 continue
             wire = codec.encode(values)

@@ -107,6 +107,16 @@ def backend_mean(values: Sequence[Tensor], dtype: torch.dtype) -> Reference:
     return Reference(mean.to(values[0].dtype), off)
 
 
+def exact_reference(buckets: Sequence[Bucket], residuals: Sequence[Tensor] | None) -> Reference:
+    """The mean including the residuals, up to what the type of the gradients cannot represent."""
+    dtype = buckets[0].flat.dtype
+    totals = [fed(bucket, None if residuals is None else residuals[i]) for i, bucket in enumerate(buckets)]
+    sent = [total.to(dtype) for total in totals]
+    result = backend_mean(sent, dtype)
+    left = [total - own for total, own in zip(totals, sent, strict=True)]
+    return Reference(result.mean, result.tolerance, kept(result.mean, residuals, left))
+
+
 def coded_mean(
     values: Sequence[Tensor], codecs: Sequence[Codec | None], owner: int | None
 ) -> tuple[Tensor, list[Tensor]]:

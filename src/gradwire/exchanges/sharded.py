@@ -72,7 +72,7 @@ def check_scatters(exchange: Exchange) -> None:
             f"{exchange} cannot reduce-scatter the gradients of a sharded model; use exact or a codec such as int8, "
             "and powersgd for replicas=..., where whole shards are averaged"
         )
-    _check_options(exchange, "the reduce-scatter of a sharded model", ("accumulate", "shots", "allocate"))
+    _check_options(exchange, "the reduce-scatter of a sharded model", ("accumulate", "shots", "allocate", "whiten"))
 
 
 def check_gathers(exchange: Exchange) -> None:
@@ -86,7 +86,7 @@ def check_gathers(exchange: Exchange) -> None:
             f"gather={exchange} rounds stochastically, so that forward and backward would use different parameters; "
             f"use gather={exchange.codec.name}"
         )
-    _check_options(exchange, "the gather of parameters", ("accumulate", "shots", "allocate", "feedback"))
+    _check_options(exchange, "the gather of parameters", ("accumulate", "shots", "allocate", "whiten", "feedback"))
 
 
 def _check_options(exchange: Coded, what: str, options: Sequence[str]) -> None:

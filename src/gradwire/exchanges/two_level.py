@@ -67,9 +67,21 @@ class TwoLevel(Exchange):
         """That of the slow level."""
         return self.across.chunk_bytes(size)
 
-    def bound(self, size: int) -> float:
+    @property
+    def reads_optimizer(self) -> bool:
+        """If one of the levels does."""
+        return self.inside.reads_optimizer or self.across.reads_optimizer
+
+    @property
+    def warmup(self) -> int:
+        """Until both levels have ended theirs."""
+        return max(self.inside.warmup, self.across.warmup)
+
+    def bound(self, size: int) -> float | None:
         """The errors of both levels, one after the other."""
-        inside, across = self.inside.bound(size) or 0.0, self.across.bound(size) or 0.0
+        inside, across = self.inside.bound(size), self.across.bound(size)
+        if inside is None or across is None:
+            return None
         return inside + across * (1.0 + inside)
 
     def mean_(self, bucket: Bucket, comm: Comm, residual: Tensor | None = None) -> None:

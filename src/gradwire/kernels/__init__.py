@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, bfloat16, compiler, device, float16, float32, nn  # `import torch` would be this package's
 
 from gradwire.kernels.batch import Batch
-from gradwire.kernels.torch import fp8, half, int8, levels, low_rank, sign, topk
+from gradwire.kernels.torch import fp8, half, int8, levels, low_rank, sign, topk, whiten
 
 log = logging.getLogger("gradwire")
 
@@ -48,6 +48,7 @@ _TORCH = {
     "low_rank": low_rank,
     "sign": sign,
     "topk": topk,
+    "whiten": whiten,
 }
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from gradwire._torch import GradBucket
 from gradwire._torch.ddp import (
@@ -33,6 +34,7 @@ from gradwire.errors import ExchangeError, GradwireError, RegisterError, SpecErr
 from gradwire.exchanges import Exchange
 from gradwire.exchanges.base import DEFAULT_BUCKETS, Comm
 from gradwire.exchanges.bucket import Bucket, Segment, segments_of
+from gradwire.exchanges.whiten import SecondMoments
 from gradwire.models.buckets import check_bucket_mb, rebucket
 from gradwire.models.checks import check_group, check_model, check_parameters
 from gradwire.models.compiled import traced_mean
@@ -55,6 +57,7 @@ def attach(
     bucket_mb: float | None = None,
     requested: str | None = None,
     watch: Watch | None = None,
+    optimizer: object = None,
 ) -> Hook:
     """Give `model` a hook that averages over `group`, by default the model's own group. See `gradwire.register`."""
     model = uncompiled(model)
@@ -72,7 +75,8 @@ def attach(
     if watch is not None and not exchange.averages:
         raise SpecError(f"{exchange} does not average, so that watch has nothing to compare; leave it out")
     group = group or model.process_group
-    how = {"requested": requested, "traced": traced, "unused": model.find_unused_parameters}
+    moments = _moments(optimizer, exchange, dict(params()))
+    how = {"requested": requested, "traced": traced, "unused": model.find_unused_parameters, "moments": moments}
     hook = make_hook(exchange, group, params()[0][1].device, chunk_bytes, params, **how)
     hook.replicated, hook.watch = replicated, watch
     try:
@@ -92,6 +96,18 @@ def attach(
     return hook
 
 
+def _moments(optimizer: object, exchange: Exchange, params: dict[str, Tensor]) -> SecondMoments | None:
+    """The second moments of the optimizer; None if it has none and the exchange needs none. `watch` takes any."""
+    if optimizer is None:
+        return None
+    try:
+        return SecondMoments(optimizer, params)
+    except RegisterError:
+        if exchange.reads_optimizer or not isinstance(optimizer, Optimizer):
+            raise
+        return None
+
+
 def check_chunk_bytes(chunk_bytes: object) -> None:
     """Raise SpecError unless `chunk_bytes` is None or a size that chunks can have."""
     if chunk_bytes is not None and (not isinstance(chunk_bytes, int) or chunk_bytes < 1024):
@@ -108,6 +124,7 @@ def make_hook(
     requested: str | None = None,
     traced: bool = False,
     unused: bool = False,
+    moments: SecondMoments | None = None,
 ) -> Hook:
     """A hook over a process group, not tied to any model. All ranks of the group together. See `Hook`."""
     runner = make_runner(group, device)
@@ -123,6 +140,7 @@ def make_hook(
             requested=requested,
             traced=traced,
             unused=unused,
+            moments=moments,
         )
     except BaseException:
         runner.close()

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
+from torch.optim import Optimizer
 
 from gradwire._torch.fsdp import Unit, Waited, factor_of, is_premultiplied, local_values, whole_size
 from gradwire._torch.optim import NO_BACKWARD, at_end_of_backward, backward_id
@@ -26,6 +27,7 @@ from gradwire.exchanges import Exchange
 from gradwire.exchanges.bucket import Bucket, Segment
 from gradwire.exchanges.coded import Coded
 from gradwire.exchanges.sharded import Shard, check_gathers, check_scatters
+from gradwire.exchanges.whiten import SecondMoments
 from gradwire.models.ddp import backend_name, make_hook, make_runner
 from gradwire.models.sharded_checks import check_gather_types, check_units, replica_group, units_of
 
@@ -39,6 +41,7 @@ def attach_sharded(
     mesh: Any = None,
     chunk_bytes: int | None = None,
     requested: str | None = None,
+    optimizer: Optimizer | None = None,
 ) -> ShardedHook:
     """Give a model with `fully_shard` a hook. See `gradwire.register`."""
     check_scatters(exchange)
@@ -66,7 +69,10 @@ def attach_sharded(
     hook.plain_passes = 2 if hook.size > 1 and backend_name(group, device) == "gloo" else 1
     try:
         if replicas is not None and across is not None:
-            hook.replicas = make_hook(replicas, across, device, chunk_bytes, _local_parameters(units))
+            params, moments = _local_parameters(units), None
+            if optimizer is not None:
+                moments = SecondMoments(optimizer, {shard.name: shard.param for shard in shards})
+            hook.replicas = make_hook(replicas, across, device, chunk_bytes, params, moments=moments)
             hook.replicas.replicated = _replicated(units)
             hook.replicas.checkpointed = _local_parameters(units, frozen=True)
         install(hook, units)

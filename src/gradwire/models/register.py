@@ -28,11 +28,11 @@ def register(
     gather: str | Exchange | None = None,
     replicas: str | Exchange | None = None,
     mesh: Any = None,
+    optimizer: Optimizer | None = None,
     chunk_bytes: int | None = None,
     bucket_mb: float | None = None,
     check_every: int | None = None,
     watch: int | None = None,
-    optimizer: Optimizer | None = None,
     **options: object,
 ) -> Hook:
     """Communicate the gradients of a model through a hook. Call it once, on all ranks, before training.
@@ -45,6 +45,9 @@ def register(
             default `"exact"`; `"auto"` tries `"exact"` and `"bf16"`, unless you name one.
         replicas: For `fully_shard` on the shards of a 2-D mesh: how gradients are averaged across the replicas.
         mesh: With `replicas`: the 2-D mesh of (replicas, shards).
+        optimizer: The optimizer of the model, for hooks with `whiten=true`, which use its second moment (with
+            `fully_shard`, those are hooks for `replicas`), and for `watch`, which then measures the error of its updates
+            too.
         chunk_bytes: How many bytes of gradient travel at a time. The default suits nearly all models.
         bucket_mb: For DDP: the size of the buckets that it fills, in MiB. By default a CPU model that was built without
             a `bucket_cap_mb` gets smaller buckets than DDP's 25 MB, so that more of the communication is hidden.
@@ -53,7 +56,6 @@ def register(
         watch: For DDP: in every step whose number is a multiple of this, 100 for instance, average a part of the
             gradients exactly as well. `hook.watched()` then has the errors, and a warning is issued when they leave the
             range of the first 1,000 steps. The training itself stays the same, bit for bit.
-        optimizer: With `watch`: the optimizer of the model, so that the error of its update is measured too.
         options: Options of the spec as keywords.
 
     Returns:
@@ -76,10 +78,10 @@ def register(
     plain = uncompiled(model)
     if isinstance(plain, DistributedDataParallel) or not is_sharded(plain):
         _refuse("a model without fully_shard", gather=gather, replicas=replicas, mesh=mesh)
-        watching = _watch(watch, optimizer)
-        hook = _register_ddp(model, spec, chunk_bytes, bucket_mb, watching, **options)
+        common = {"chunk_bytes": chunk_bytes, "bucket_mb": bucket_mb, "optimizer": optimizer}
+        hook = _register_ddp(model, spec, options, watch=_watch(watch, optimizer), **common)
         return hook if check_every is None else _guarded(hook, check_every)
-    given = {"bucket_mb": bucket_mb, "check_every": check_every, "watch": watch, "optimizer": optimizer}
+    given = {"bucket_mb": bucket_mb, "check_every": check_every, "watch": watch}
     _refuse("a model with fully_shard", **given)
     if (settings := auto(spec, **options)) is not None:
         _refuse("auto", replicas=replicas, mesh=mesh)
@@ -91,6 +93,7 @@ def register(
         None if replicas is None else exchange(replicas),
         mesh=mesh,
         chunk_bytes=chunk_bytes,
+        optimizer=optimizer,
     )
 
 
@@ -144,15 +147,7 @@ def hsdp(
     return register(model, spec, gather=gather, replicas=replicas, mesh=mesh, chunk_bytes=chunk_bytes)
 
 
-def _register_ddp(
-    model: Any,
-    spec: str | Exchange,
-    chunk_bytes: int | None,
-    bucket_mb: float | None,
-    watch: Watch | None,
-    **options: object,
-) -> Hook:
-    common: dict[str, Any] = {"chunk_bytes": chunk_bytes, "bucket_mb": bucket_mb, "watch": watch}
+def _register_ddp(model: Any, spec: str | Exchange, options: dict[str, Any], **common: Any) -> Hook:
     if (settings := auto(spec, **options)) is not None:
         hook = attach(model, Exact(), requested=str(settings), **common)
         hook.pilot = Pilot(hook, settings) if hook.size > 1 else None
@@ -161,8 +156,6 @@ def _register_ddp(
 
 
 def _watch(every: int | None, optimizer: Optimizer | None) -> Watch | None:
-    if optimizer is not None and not isinstance(optimizer, Optimizer):
-        raise SpecError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
     if every is None:
         return None
     if not isinstance(every, int) or isinstance(every, bool) or every < 1:

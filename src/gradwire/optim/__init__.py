@@ -3,11 +3,13 @@
 from gradwire.optim.averaging import HierarchicalModelAverager, PeriodicModelAverager, PostLocalSGDOptimizer
 from gradwire.optim.in_backward import StepInBackward, step_in_backward
 from gradwire.optim.local_sgd import DiLoCo, LocalSGD
+from gradwire.optim.one_bit import OneBitAdamW
 
 __all__ = [
     "DiLoCo",
     "HierarchicalModelAverager",
     "LocalSGD",
+    "OneBitAdamW",
     "PeriodicModelAverager",
     "PostLocalSGDOptimizer",
     "StepInBackward",

@@ -31,8 +31,8 @@ from gradwire.exchanges.feedback import working_copy
 from gradwire.exchanges.low_rank.directions import Directions
 from gradwire.exchanges.low_rank.factors import Factors, Uncompressed
 from gradwire.exchanges.low_rank.matrices import Matrices, MatrixLayout, lay_out, lay_out_whole, shape_of
-from gradwire.exchanges.low_rank.reference import exact_reference, reference
-from gradwire.exchanges.reference import Reference
+from gradwire.exchanges.low_rank.reference import reference
+from gradwire.exchanges.reference import Reference, exact_reference
 from gradwire.kernels.torch.low_rank import Stack
 
 Wire = Literal["fp32", "fp16", "bf16", "int8"]

@@ -10,7 +10,7 @@ from gradwire.codecs import Codec
 from gradwire.exchanges.bucket import Bucket
 from gradwire.exchanges.low_rank.directions import Directions
 from gradwire.exchanges.low_rank.matrices import Matrices, MatrixLayout
-from gradwire.exchanges.reference import Reference, backend_mean, coded_message, fed, kept
+from gradwire.exchanges.reference import Reference, coded_message, fed, kept
 from gradwire.kernels.torch.low_rank import DEPENDENT
 
 ROUNDING = 1e-4
@@ -30,16 +30,6 @@ class Matrix(NamedTuple):
     def of(self, flat: Tensor) -> Tensor:
         """The matrix (M, N), as a view."""
         return flat[self.where].view(self.group.stack.rows, self.group.stack.cols)
-
-
-def exact_reference(buckets: Sequence[Bucket], residuals: Sequence[Tensor] | None) -> Reference:
-    """The mean including the residuals, up to what the type of the gradients cannot represent."""
-    dtype = buckets[0].flat.dtype
-    totals = [fed(bucket, None if residuals is None else residuals[i]) for i, bucket in enumerate(buckets)]
-    sent = [total.to(dtype) for total in totals]
-    result = backend_mean(sent, dtype)
-    left = [total - own for total, own in zip(totals, sent, strict=True)]
-    return Reference(result.mean, result.tolerance, kept(result.mean, residuals, left))
 
 
 def reference(
