@@ -45,9 +45,8 @@ def register(
             default `"exact"`; `"auto"` tries `"exact"` and `"bf16"`, unless you name one.
         replicas: For `fully_shard` on the shards of a 2-D mesh: how gradients are averaged across the replicas.
         mesh: With `replicas`: the 2-D mesh of (replicas, shards).
-        optimizer: The optimizer of the model, for hooks with `whiten=true`, which use its second moment (with
-            `fully_shard`, those are hooks for `replicas`), and for `watch`, which then measures the error of its updates
-            too.
+        optimizer: The optimizer of the model. Hooks with `whiten=true` use its second moment (with `fully_shard`, those
+            are hooks for `replicas`), and `watch` measures the error of its updates too.
         chunk_bytes: How many bytes of gradient travel at a time. The default suits nearly all models.
         bucket_mb: For DDP: the size of the buckets that it fills, in MiB. By default a CPU model that was built without
             a `bucket_cap_mb` gets smaller buckets than DDP's 25 MB, so that more of the communication is hidden.
