@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from gradwire.engine.checkpoint import pack
+from gradwire.engine.fingerprint import sealed
 from gradwire.engine.residuals import Residuals
 from gradwire.errors import StateError
 from gradwire.exchanges.bucket import make_bucket
@@ -120,7 +121,7 @@ def test_switching_feedback_off_pays_what_is_owed():
 @pytest.mark.parametrize(
     ("state", "text"),
     [
-        ({}, "missing: memory, rank, residuals, size, step, version"),
+        ({}, "missing: memory, rank, residuals, size, step; version: None"),
         ({**pack("x", 1, 0, 2, {}), "version": 99}, "version: 99"),
         (pack("x", 1, 1, 2, {"0": torch.ones(2)}), "rank 1 of 2 given to rank 0 of 1"),
         ([pack("x", 1, rank, 3, {"0": torch.ones(2)}) for rank in (0, 2)], "list of all ranks' states"),
@@ -197,7 +198,7 @@ def test_a_state_of_another_hook_is_named(caplog):
     state["residuals"] = {"0": torch.ones(500)}
 
     def run(rank):
-        rank.hook("exact").load_state_dict(state)
+        rank.hook("exact").load_state_dict(sealed(state))
 
     thread_ranks(1, run)
     assert f"the checkpoint is of '{SPEC}', this hook is 'exact'" in caplog.text

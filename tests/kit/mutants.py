@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from gradwire.exchanges.base import Comm, Exchange, Levels
-from gradwire.exchanges.bucket import Bucket
+from gradwire.exchanges.bucket import Bucket, Memory
 from gradwire.exchanges.reference import Reference
 
 Spoil = Callable[["Mutant", Bucket, Comm, Tensor | None], None]
@@ -71,6 +71,10 @@ class Mutant(Exchange):
     def check_memory(self, memory: Mapping[str, Mapping[str, Tensor]], params: Sequence[tuple[str, Tensor]]) -> None:
         """Delegated."""
         self.inner.check_memory(memory, params)
+
+    def new_memory(self, params: Sequence[tuple[str, Tensor]], device: torch.device) -> Memory:
+        """Delegated."""
+        return self.inner.new_memory(params, device)
 
     def warm_up(self, device: torch.device) -> None:
         """Delegated."""

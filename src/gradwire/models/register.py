@@ -74,6 +74,8 @@ def register(
     check_chunk_bytes(chunk_bytes)
     if check_every is not None:
         check_interval(check_every)
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise SpecError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
     plain = uncompiled(model)
     if isinstance(plain, DistributedDataParallel) or not is_sharded(plain):
         _refuse("a model without fully_shard", gather=gather, replicas=replicas, mesh=mesh)
