@@ -6,8 +6,8 @@ READY := .venv/.ready
 COMPILED := .venv/.compiled
 TRITON := .triton/.ready
 TORCH ?= 2.15.0
-# Tests mostly wait for connections and for new processes, so four at a time use two cores well.
-PARALLEL ?= -n 4 --dist worksteal
+# Tests mostly wait for connections and for new processes, so six at a time use two cores well.
+PARALLEL ?= -n 6 --dist worksteal
 # Tests start many processes; without bytecode on disk each of them, and each worker of pytest, compiles our modules.
 unexport PYTHONDONTWRITEBYTECODE
 

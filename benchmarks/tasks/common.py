@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.optim import DiLoCo, LocalSGD
+from gradwire.optim import DiLoCo, LocalSGD, OneBitAdamW
 
 Loss = Callable[[nn.Module], Tensor]
 
@@ -40,7 +40,7 @@ def options(description: str | None, *, optimizer: str, lr: float, steps: int = 
     return args
 
 
-RATES = {"adamw": 1e-3, "sgd": 0.1, "muon": 0.01}
+RATES = {"adamw": 1e-3, "onebit": 1e-3, "sgd": 0.1, "muon": 0.01}
 """Learning rates of optimizers that are not a task's own."""
 
 
@@ -69,6 +69,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module, float], torch.optim.Optimizer]] = {
     "adamw": lambda module, lr: torch.optim.AdamW(module.parameters(), lr=lr, betas=(0.9, 0.95)),
     "sgd": lambda module, lr: torch.optim.SGD(module.parameters(), lr=lr, momentum=0.9),
     "muon": _muon,
+    "onebit": lambda module, lr: OneBitAdamW(module.parameters(), lr=lr, betas=(0.9, 0.95)),
 }
 
 
@@ -81,7 +82,8 @@ def run(args: argparse.Namespace, make: Callable[[], nn.Module], loss_of: Loss, 
     torch.manual_seed(0)
     module = make()
     optimizer = OPTIMIZERS[args.optimizer](module, args.lr)
-    model = module if args.local else DistributedDataParallel(module)
+    averages_itself = args.local or args.optimizer == "onebit"
+    model = module if averages_itself else DistributedDataParallel(module)
     if args.register:
         gradwire.register(model, args.register, optimizer=optimizer)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, args.steps))
