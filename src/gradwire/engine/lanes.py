@@ -240,7 +240,11 @@ class Lanes:
             self._lanes.append(lane)
 
     def _connected(self, store: Store) -> Any:
-        """A group of all ranks; raises ExchangeError with the ranks that did not come."""
+        """A group of all ranks; raises ExchangeError with the ranks that did not come, or have given up already."""
+        left = [rank for rank in range(self.size) if self._store.check([f"failed/{rank}"])]
+        if left:  # gloo would try to connect to each of them until the time limit
+            who = ", ".join(map(str, left))
+            raise ExchangeError(f"rank {self.rank} comes too late: rank {who} did not wait for it, or has failed")
         try:
             store.set(f"here/{self.rank}", "")
             return new_group(store, self.rank, self.size, self._timeout)
@@ -248,7 +252,8 @@ class Lanes:
             absent: list[int] = []
             with suppress(RuntimeError):  # the store is gone too
                 absent = [rank for rank in range(self.size) if not store.check([f"here/{rank}"])]
-            who = ", ".join(map(str, absent or self.missing(SURVIVORS_S))) or "unknown"
+            missing = self.missing(0.0 if absent else SURVIVORS_S)
+            who = ", ".join(map(str, absent or missing)) or "unknown"
             raise ExchangeError(
                 f"rank {self.rank} could not connect to the others: rank {who} did not come within "
                 f"{self._timeout.total_seconds():g} s. It has failed, or does not make the same calls [{error}]"

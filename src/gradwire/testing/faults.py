@@ -42,6 +42,8 @@ START_S = 60.0
 """How long ranks may take to come to the fault."""
 TORCHS = "RuntimeError: ["
 """How an error begins that a collective of DDP or FSDP2 itself has raised, such as the one that orders the buckets."""
+START_EXTRA_S = 15.0
+"""init_process_group looks at its time limit every 10 seconds only."""
 MISTAKE = "the mistake of this trial"
 WIDTH = 32
 
@@ -107,7 +109,8 @@ class Outcome:
     def limit_s(self) -> float:
         """The latest time at which the others may raise: at once if the connections close."""
         closes = self.fault.kind != "stop" and self.fault.moment not in ("start", "register")
-        return GRACE_S + (0.0 if closes else TIMEOUT_S)
+        early = START_EXTRA_S if self.fault.moment == "start" else 0.0
+        return GRACE_S + early + (0.0 if closes else TIMEOUT_S)
 
     def problems(self) -> list[str]:
         """What is wrong, a line each; empty if the outcome is as it should be."""
@@ -167,7 +170,8 @@ def _collect(outcome: Outcome, pipes: list[Any], processes: list[Any]) -> None:
                 continue
             if isinstance(got, float):
                 outcome.fault_s = got
-                deadline = time.monotonic() + TIMEOUT_S + 2 * GRACE_S
+                early = START_EXTRA_S if outcome.fault.moment == "start" else 0.0
+                deadline = time.monotonic() + TIMEOUT_S + 2 * GRACE_S + early
             else:
                 outcome.reports[got.rank] = got
                 del open_[pipe]
