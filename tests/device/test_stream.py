@@ -166,8 +166,8 @@ def completed_early() -> AbstractContextManager[object]:
     """The future is complete for the caller's stream, which does not wait for the side stream."""
     submit = stream.StreamRunner.submit
 
-    def mutant(self, jobs, result, after=None, *, counted=True):  # type: ignore[no-untyped-def]
-        submit(self, jobs, result, after, counted=counted)
+    def mutant(self, jobs, result, after=None, **options):  # type: ignore[no-untyped-def]
+        submit(self, jobs, result, after, **options)
         return stream.done(result)
 
     return mock.patch.object(stream.StreamRunner, "submit", mutant)
@@ -176,8 +176,8 @@ def completed_early() -> AbstractContextManager[object]:
 def after_on_the_callers_stream() -> AbstractContextManager[object]:
     submit = stream.StreamRunner.submit
 
-    def mutant(self, jobs, result, after=None, *, counted=True):  # type: ignore[no-untyped-def]
-        future = submit(self, jobs, result, None, counted=counted)
+    def mutant(self, jobs, result, after=None, **options):  # type: ignore[no-untyped-def]
+        future = submit(self, jobs, result, None, **options)
         if after is not None:
             after()
         return future

@@ -54,7 +54,7 @@ def agree_on_each(run: Run, what: str, texts: Sequence[str], device: torch.devic
     agree(run, f"number of {what}s", str(len(texts)), device)
     own = torch.tensor([_number_of(text) for text in texts], dtype=torch.int64, device=device)
     rows: list[torch.Tensor] = []
-    run(lambda comm: rows.append(comm.all_gather(own).cpu()))
+    run(lambda comm: rows.append(comm.all_gather(own.view(torch.uint8)).cpu().view(torch.int64)))
     differs = (rows[0] != rows[0][0]).any(0).nonzero().flatten().tolist()
     if differs:
         agree(run, f"{what} number {differs[0]}", texts[differs[0]], device)

@@ -351,16 +351,14 @@ class LaneRunner:
         """Which rank is to blame for a lost connection, and what it said."""
         text, message = str(error).lower(), self.lanes.peer_error()
         missing = self.lanes.missing(0.0 if message else SURVIVORS_S)
-        who = f"rank {', '.join(map(str, missing))}" if missing else "another rank"
+        who = " or ".join(f"rank {rank}" for rank in missing) or "another rank"
         if message := message or self.lanes.peer_error():
             reason = f"another rank failed ({message})"
         elif "timed out" in text or CUT_OFF in text:
             reason = f"{who} did not come in time: it is slow or stuck, or did not run this backward pass"
             self.lanes.publish_error(reason)
         else:
-            reason = (
-                f"another rank failed ({who} left no message: it was killed, or its process ended; look at its log)"
-            )
+            reason = f"another rank failed ({who} left no message: its process was killed or ended; look at its log)"
         where = " and ".join(filter(None, getattr(error, "__notes__", ())))
         cause = ExchangeError(f"{reason}; so rank {self.lanes.rank} stops too, in {where or 'a collective'} [{error}]")
         cause.__cause__ = error
