@@ -128,7 +128,8 @@ class OneBitAdamW(torch.optim.Optimizer):
         clamp: The largest update of a value, in units of the learning rate.
         model: The DDP model of the parameters, if there is one. It must not have a communication hook.
         process_group: The ranks; by default those of the model, or all.
-        gradient, momentum: How they are sent, if not as described above.
+        gradient: How gradients are sent, if not as described above.
+        momentum: The same for the momentum.
 
     Raises:
         SpecError: For settings that make no sense.
