@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 import torch
@@ -152,3 +153,28 @@ def test_the_slowest_rank_decides_when_a_collective_ends(ranks: Ranks) -> None:
     assert torch.equal(ours * 2, both), "all ranks leave a collective at the same time"
     assert ends[1] - ends[0] >= 1050.0
     device.set_costs()
+
+
+@on_device(2)
+def test_groups_of_an_earlier_world_do_not_count(ranks: Ranks) -> None:
+    """Torch gives their names to groups of the next world, with other members, and the old ones may live on."""
+    ones = torch.ones(1, device="testdev")
+    old = dist.new_group([0])
+    if ranks.rank == 0:
+        dist.all_reduce(ones, group=old)
+    dist.destroy_process_group()
+    store = dist.FileStore(str(ranks.folder / "store"), ranks.size)
+    dist.init_process_group(device.GROUP, store=store, rank=ranks.rank, world_size=ranks.size)
+    both = dist.new_group([0, 1])
+    own = dist.new_group([1])  # where the old world had the group of rank 0
+    assert both.group_name == ranks.group.group_name
+    dist.all_reduce(ones, group=both)
+    if ranks.rank == 0:
+        ranks.group = both
+        gc.collect()
+    else:
+        for _ in range(2):
+            dist.all_reduce(ones, group=own)
+    dist.all_reduce(ones, group=both)
+    dist.all_reduce(ones)
+    assert ones.item() == 8

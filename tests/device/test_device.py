@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 
 import pytest
@@ -75,6 +76,25 @@ def test_freed_memory_is_overwritten_in_the_order_of_its_stream(ranks: Ranks) ->
     assert again.data_ptr() == address
     assert again.isnan().all().item()
     assert device.counters().poisoned > before
+
+
+@on_device(1)
+def test_freed_memory_stays_as_it_is_until_its_stream_allocates(ranks: Ranks) -> None:
+    """FSDP2 frees gradients of a side stream that the optimizer has yet to read, and allocates after the optimizer."""
+    side, read = torch.Stream(device="testdev"), []
+    for allocates in (False, True):
+        with side:
+            values = torch.ones(4, device="testdev")
+        side.synchronize()
+        product = values * 2
+        del values
+        with side:
+            if allocates:
+                torch.empty(500, device="testdev")
+        side.synchronize()
+        read.append(product.tolist())
+    assert read[0] == [2] * 4
+    assert all(map(math.isnan, read[1]))
 
 
 @on_device(1)

@@ -17,7 +17,7 @@ OPTIONS = (
     "topk:ratio=0.1,feedback=true",
     "two_level:node=1",
 )
-POWER_SGD = ("powersgd:rank=1,min_compression=0.5",)
+POWER_SGD = ("powersgd:rank=1,min_compression=0.5", "powersgd:rank=1,min_compression=0.5,sides=one")
 SPECS = tuple(name for name in registered() if name not in ("powersgd", "two_level")) + OPTIONS
 
 

@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -86,12 +85,6 @@ def trained(ranks: Ranks, place: str, name: str, steps: int = 2, **options: Any)
 # -- the same bits -----------------------------------------------------------------------------------------------------
 
 
-UNSTABLE = pytest.mark.xfail(
-    reason="fails in some runs of all tests, not alone; the cause is open: docs/gpus.md", strict=False
-)
-
-
-@UNSTABLE
 @on_device(2, specs=(*SPECS, *GATHERS))
 def test_shards_are_those_of_the_cpu_engine(ranks: Ranks) -> None:
     same_bits(ranks, lambda place: trained(ranks, place, ranks.spec))
@@ -102,7 +95,6 @@ def test_uneven_shards(ranks: Ranks) -> None:
     same_bits(ranks, lambda place: trained(ranks, place, ranks.spec))
 
 
-@UNSTABLE
 @on_device(4, specs=("exact/exact/int4", f"int8/bf16/{FEEDBACK}", f"exact/exact/{POWER_SGD}"))
 def test_hsdp(ranks: Ranks) -> None:
     with torch_kernels() if "powersgd" in ranks.spec else nullcontext():

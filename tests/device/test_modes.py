@@ -240,7 +240,7 @@ def test_diloco_in_fragments_with_a_delay(ranks: Ranks) -> None:
 # -- PowerSGD --------------------------------------------------------------------------------------------------------
 
 
-@on_device(1, 2, 3, 4, specs=(POWER_SGD, RANK_2))
+@on_device(1, 2, 3, 4, specs=(POWER_SGD, RANK_2, f"{POWER_SGD},sides=one"))
 def test_powersgd_has_the_bits_of_the_same_kernels_on_the_cpu(ranks: Ranks) -> None:
     with torch_kernels():
         same_bits(ranks, lambda place: trained(ranks, place))

@@ -90,6 +90,20 @@ def memory_of_a_result_is_not_reused_before_its_job(ranks: Ranks) -> None:
             check_bits({"other": other.cpu()}, {"other": torch.ones(5000)}, schedule)
 
 
+def adopted_memory_is_not_reused_before_its_job(ranks: Ranks) -> None:
+    """As when the state that was loaded is replaced: the job has yet to read it, and nobody else keeps it."""
+    for schedule in SCHEDULES:
+        with following(schedule):
+            loaded, flat = [torch.ones(5000, device="testdev")], torch.zeros(5000, device="testdev")
+            runner = new_runner(ranks)
+            runner.adopt(loaded)
+            runner.submit([lambda comm, loaded=loaded, flat=flat: flat.add_(loaded.pop())], flat)  # type: ignore[misc]
+            torch.zeros(5000, device="testdev")
+            torch.accelerator.current_stream().synchronize()
+            torch.accelerator.synchronize()
+            check_bits({"sum": flat.cpu()}, {"sum": torch.ones(5000)}, schedule)
+
+
 def scaling_job(flat: Tensor) -> Callable[[Comm], None]:
     return lambda comm: comm.all_reduce_(flat).mul_(3)  # type: ignore[arg-type,return-value]
 
@@ -119,6 +133,7 @@ CHECKS = (
     a_job_is_done_when_run_returns,
     memory_of_a_result_is_not_reused_before_its_job,
     parameters_are_stepped_after_the_mean,
+    adopted_memory_is_not_reused_before_its_job,
     a_loaded_state_is_not_overwritten,
     weights_are_those_of_the_cpu_in_many_orders,
 )

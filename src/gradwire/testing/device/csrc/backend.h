@@ -76,16 +76,21 @@ struct Claim {
   }
 };
 
-// The groups of this process, and how many collectives each has been given.
+// The groups of this process, and how many collectives each has been given. After `destroy_process_group` torch uses
+// names again, while garbage may still own groups of an earlier world: these do not count any longer.
 class Groups {
  public:
-  void add(int64_t group) {
+  void add(int64_t group, const void* owner) {
     std::lock_guard<std::mutex> lock(mutex_);
     called_[group] = 0;
+    owners_[group] = owner;
   }
-  void remove(int64_t group) {
+  void remove(int64_t group, const void* owner) {
     std::lock_guard<std::mutex> lock(mutex_);
+    auto found = owners_.find(group);
+    if (found == owners_.end() || found->second != owner) return;
     called_.erase(group);
+    owners_.erase(found);
   }
   void count(int64_t group, Claim& claim) {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -97,6 +102,7 @@ class Groups {
  private:
   std::mutex mutex_;
   std::map<int64_t, int64_t> called_;
+  std::map<int64_t, const void*> owners_;
 };
 
 inline Groups& groups() {
@@ -160,9 +166,9 @@ class Backend final : public c10d::Backend {
   Backend(c10::intrusive_ptr<c10d::Backend> inner, const std::string& name)
       : c10d::Backend(inner->getRank(), inner->getSize()), inner_(std::move(inner)), stream_(device().new_stream()),
         group_(static_cast<int64_t>(std::hash<std::string>{}(name))), name_(name) {
-    groups().add(group_);
+    groups().add(group_, this);
   }
-  ~Backend() override { groups().remove(group_); }
+  ~Backend() override { groups().remove(group_, this); }
 
   const std::string getBackendName() const override { return "testccl"; }
 
@@ -274,7 +280,10 @@ class Backend final : public c10d::Backend {
   }
 
   void abort() override { inner_->abort(); }
-  void shutdown() override { inner_->shutdown(); }
+  void shutdown() override {
+    groups().remove(group_, this);
+    inner_->shutdown();
+  }
 
  private:
   using Move = std::function<WorkPtr(Tensors, Tensors)>;

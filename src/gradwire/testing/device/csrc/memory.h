@@ -2,9 +2,10 @@
 //
 // A block belongs to the stream on which it was allocated. When it is freed, it is at once free for the next allocation
 // on that stream, whose work is queued behind all that used it there. If it was recorded on other streams
-// (`record_stream`), it is free again only after their work up to this moment. What is freed is overwritten with 0xFF
-// (NaN, -1 or 255) in the order of its stream, as by another owner: work on another stream that still needs it, and that
-// nobody recorded, reads these values.
+// (`record_stream`), it is free again only after their work up to this moment. The next allocation on its stream, of
+// whatever size, overwrites it with 0xFF (NaN, -1 or 255) in the order of that stream, as another owner would: work on
+// another stream that still needs it, and that nobody recorded, reads these values. Not earlier: a stream may wait for
+// another one between freeing and allocating, and programs such as FSDP2 rely on that.
 #pragma once
 #include <c10/core/Allocator.h>
 
@@ -55,6 +56,7 @@ class Memory final : public c10::Allocator {
   void* take(size_t bytes) {
     std::lock_guard<std::mutex> lock(mutex_);
     reclaim();
+    overwrite(current_stream);
     auto& free = free_[{current_stream, bytes}];
     void* data = nullptr;
     if (free.empty()) {
@@ -75,10 +77,7 @@ class Memory final : public c10::Allocator {
     Block block = std::move(found->second);
     live_.erase(found);
     for (auto user : block.users) block.awaited.push_back(device().record_quietly(user));
-    if (block.awaited.empty())
-      reuse(block);
-    else
-      held_.push_back(std::move(block));
+    (block.awaited.empty() ? freed_[block.stream] : held_).push_back(std::move(block));
   }
 
   // Blocks whose other streams have come past the moment of freeing.
@@ -87,25 +86,29 @@ class Memory final : public c10::Allocator {
       return std::all_of(block.awaited.begin(), block.awaited.end(), [](const MarkPtr& mark) { return mark->done.load(); });
     };
     auto first = std::stable_partition(held_.begin(), held_.end(), [&](const Block& block) { return !passed(block); });
-    for (auto block = first; block != held_.end(); ++block) reuse(*block);
+    for (auto block = first; block != held_.end(); ++block) freed_[block->stream].push_back(*block);
     held_.erase(first, held_.end());
   }
 
-  // Runs nothing now, whatever the schedule: it may be called by a destructor.
-  void reuse(const Block& block) {
-    Task poison;
-    poison.run = [data = block.data, bytes = block.bytes](Time start) {
-      std::memset(data, POISON, bytes);
-      device().counters.poisoned++;
-      return start;
-    };
-    device().push(block.stream, {std::move(poison)}, false);
-    free_[{block.stream, block.bytes}].push_back(block.data);
+  // Runs nothing now, whatever the schedule: the lock is held.
+  void overwrite(StreamId stream) {
+    for (auto& block : freed_[stream]) {
+      Task poison;
+      poison.run = [data = block.data, bytes = block.bytes](Time start) {
+        std::memset(data, POISON, bytes);
+        device().counters.poisoned++;
+        return start;
+      };
+      device().push(stream, {std::move(poison)}, false);
+      free_[{stream, block.bytes}].push_back(block.data);
+    }
+    freed_[stream].clear();
   }
 
   std::mutex mutex_;
   std::unordered_map<void*, Block> live_;
-  std::vector<Block> held_;
+  std::vector<Block> held_;                      // freed, and other streams may still use them
+  std::map<StreamId, std::vector<Block>> freed_;  // until the next allocation on their stream
   std::map<std::pair<StreamId, size_t>, std::vector<void*>> free_;
 };
 
