@@ -12,7 +12,9 @@ from ..kit.ranks import Ranks, on_ranks
 
 @on_ranks(2, specs=tuple(golden.STATEFUL))
 def test_old_states_load(ranks: Ranks) -> None:
-    for version in (1, 2):
+    versions = [version for version in (1, 2) if golden.path(ranks.spec, version).exists()]
+    assert versions == ([2] if ranks.spec == "powersgd_one" else [1, 2])  # it is younger than the format
+    for version in versions:
         file = torch.load(golden.path(ranks.spec, version), weights_only=True)
         for given in (file["ranks"][ranks.rank], file["ranks"], file["merged"]):
             kept = golden.STATEFUL[ranks.spec](ranks)

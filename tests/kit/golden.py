@@ -78,6 +78,7 @@ STATEFUL: dict[str, Callable[[Ranks], Kept]] = {
     "sign": _ddp("sign:feedback=true,exempt=none"),
     "topk": _ddp("topk:exempt=none"),
     "powersgd": _ddp("powersgd:rank=1,min_compression=0.5"),
+    "powersgd_one": _ddp("powersgd:rank=1,min_compression=0.5,sides=one"),
     "local_sgd": _local(LocalSGD, sync_every=2, exchange="int4:feedback=true,exempt=none"),
     "diloco": _local(DiLoCo, sync_every=3, exchange="bf16"),
     "fsdp": _fsdp,

@@ -19,12 +19,6 @@ class Matrices(NamedTuple):
     matrix_rank: int
     """The rank of the approximation."""
 
-    @property
-    def compression(self) -> float:
-        """By which factor fewer values travel."""
-        rows, cols = self.stack.rows, self.stack.cols
-        return rows * cols / (self.matrix_rank * (rows + cols))
-
 
 class MatrixLayout(NamedTuple):
     """The matrices of a bucket, and the rest of it."""

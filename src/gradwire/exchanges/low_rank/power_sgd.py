@@ -7,15 +7,21 @@
              M   = P Qᵀ                    the same on all ranks: the mean of A_i, projected onto the columns of P
              E_i = A_i - P (A_iᵀ P)ᵀ       this rank's share, so that the sum over the ranks is what was lost
 
+With `sides=one` a step does only one half of this, in turn, with the other factor of the step before (Vogels et al.,
+2020, call it a power iteration over time): half the bytes and one product less, for directions that are a step older.
+
+    even steps:  P = mean of A_i Q,  M = P Qᵀ,  E_i = A_i - (A_i Q) Qᵀ     where Q is orthonormal(Q) of the step before
+    odd steps:   Q = mean of A_iᵀ P,  M = P Qᵀ,  E_i = A_i - P (A_iᵀ P)ᵀ    where P is orthonormal(P) of the step before
+
 A part of the residuals cancels between the ranks and would grow without limit where their data differ. So the residuals
-are averaged, a few rows per step, in the message of P: all of them once in `resync` steps.
+are averaged, a few rows per step, in the first message: all of them once in `resync` steps.
 """
 
 import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,14 +34,15 @@ from gradwire.exchanges.bucket import Bucket, Memory, Segment, segments_of
 from gradwire.exchanges.exact import exact_mean_
 from gradwire.exchanges.exempt import check_matches, check_pattern, is_exempt
 from gradwire.exchanges.feedback import working_copy
-from gradwire.exchanges.low_rank.directions import Directions
+from gradwire.exchanges.low_rank.directions import Directions, Side
 from gradwire.exchanges.low_rank.factors import Factors, Uncompressed
 from gradwire.exchanges.low_rank.matrices import Matrices, MatrixLayout, lay_out, lay_out_whole, shape_of
 from gradwire.exchanges.low_rank.reference import reference
 from gradwire.exchanges.reference import Reference, exact_reference
-from gradwire.kernels.torch.low_rank import Stack
+from gradwire.kernels.torch.low_rank import Pair, Stack
 
 Wire = Literal["fp32", "fp16", "bf16", "int8"]
+Sides = Literal["one", "two"]
 SHARE = 40
 """Averaging the residuals costs one part in so many of the bytes of P and Q, unless `resync` is given."""
 
@@ -59,6 +66,8 @@ class LowRank(Exchange):
     """The seed of the first directions."""
     iterations: int = 1
     """Steps of power iteration per average: more are closer to the best approximation, at as many times the work."""
+    sides: Sides = "two"
+    """`one`: P and Q take turns, one per step. Half the bytes at the same rank."""
     batched: bool = False
     """Treat all tensors of a bucket as one matrix: a single product, but less accurate."""
     wire: Wire = "fp32"
@@ -80,6 +89,8 @@ class LowRank(Exchange):
                 raise SpecError(f"powersgd: {field} must be at least {least}, got {value}")
         if not 0.0 < self.min_compression < math.inf:
             raise SpecError(f"powersgd: min_compression must be above 0, got {self.min_compression}")
+        if self.sides == "one" and (self.iterations > 1 or not self.warm_start):
+            raise SpecError("powersgd: sides=one continues the step before; leave iterations=1 and warm_start=true")
         check_pattern("powersgd", self.exempt)
         if self.batched and self.exempt != "none":
             raise SpecError("powersgd: batched=true takes a bucket as a whole; it does not go with exempt")
@@ -87,7 +98,7 @@ class LowRank(Exchange):
     @property
     def lanes(self) -> int:
         """P and Q, each in one collective, or in two if a codec carries them between more than two ranks."""
-        return self.iterations * (2 if self.wire == "fp32" else 4)
+        return self.iterations * (1 if self.sides == "one" else 2) * (1 if self.wire == "fp32" else 2)
 
     @property
     def takes_residual(self) -> bool:
@@ -122,19 +133,21 @@ class LowRank(Exchange):
     def _approximate_(
         self, bucket: Bucket, work: Tensor, layout: MatrixLayout, comm: Comm, residual: Tensor | None
     ) -> None:
-        kernel, codec, directions = kernels.pick("low_rank", work), self._codec(), self._directions
-        groups = layout.matrices
+        groups, (start, end) = layout.matrices, self._turn(bucket.step)
+        kernel, job = kernels.pick("low_rank", work), _Job(work, groups, comm, self._codec())
         uncompressed = Uncompressed(layout, work, residual, [self._rows(bucket.step, group) for group in groups])
-        started = [directions.recall(bucket, group, work) for group in groups]
-        p, q, sent, finite = _power_step(work, groups, started, comm, codec, residual, uncompressed)
+        directions = [start.recall(bucket, group, work) for group in groups]
+        if self.sides == "one":
+            sent, mean, finite = _half_step(job, end.side, directions, residual, uncompressed)
+        else:
+            sent, mean, finite = _power_step(job, directions, residual, uncompressed)
         for _ in range(self.iterations - 1):
-            p, q, sent, also = _power_step(work, groups, q.factors, comm, codec)
+            sent, mean, also = _power_step(job, [q for _, q in mean])
             finite &= also
-        for group, *factors in zip(groups, p.factors, sent.factors, q.factors, strict=True):
-            kernel.rebuild_(work, residual, group.stack, *factors, finite)
+        for group, own, everyone in zip(groups, sent, mean, strict=True):
+            kernel.rebuild_(work, residual, group.stack, own, everyone, finite)
+            end.keep(bucket, group, everyone[0 if end.side == "p" else 1], finite)
         uncompressed.clear_pending_(finite)
-        for group, new, old in zip(groups, q.factors, started, strict=True):
-            directions.keep(bucket, group, torch.where(finite, new, old))
 
     def reference(self, buckets: Sequence[Bucket], residuals: Sequence[Tensor] | None = None) -> Reference:
         """The algorithm in float64: within 1e-4 of the largest value of a matrix, and the error bound of `wire`."""
@@ -142,7 +155,7 @@ class LowRank(Exchange):
         if step < self.warmup or not layout.matrices:
             return exact_reference(buckets, residuals)
         rows = [self._rows(step, group) for group in layout.matrices]
-        return reference(buckets, residuals, layout, rows, self._directions, self._codec(), self.iterations)
+        return reference(buckets, residuals, layout, rows, self._turn(step), self._codec(), self.iterations)
 
     def lay_out(self, bucket: Bucket) -> MatrixLayout:
         """Which tensors of a bucket are approximated, and which travel exactly."""
@@ -154,18 +167,27 @@ class LowRank(Exchange):
         return self._shrinks(rows, cols) and not is_exempt(self.exempt, segment)
 
     def _shrinks(self, rows: int, cols: int) -> bool:
-        return self.rank * (rows + cols) * self.min_compression < rows * cols
+        return self._values(rows, cols) * self.min_compression < rows * cols
+
+    def _values(self, rows: int, cols: int) -> float:
+        """How many values of a matrix travel in a step, on average."""
+        return self.rank * (rows + cols) / (2 if self.sides == "one" else 1)
 
     def _codec(self) -> Codec | None:
         return None if self.wire == "fp32" else CODECS[self.wire]()
 
-    @property
-    def _directions(self) -> Directions:
-        return Directions("whole_q" if self.batched else "q", self.seed, self.warm_start)
+    def _turn(self, step: int) -> tuple[Directions, Directions]:
+        """The directions that a step starts from, and those that it ends with."""
+        q = Directions("q", self.batched, self.seed, self.warm_start)
+        if self.sides == "two":
+            return q, q
+        p = q._replace(side="p")
+        return (q, p) if step % 2 == 0 else (p, q)
 
     def _rows(self, step: int, group: Matrices) -> slice:
         """The rows of each matrix whose residual is averaged in this step."""
-        period = round(SHARE * group.compression) if self.resync is None else self.resync
+        size = group.stack.rows, group.stack.cols
+        period = round(SHARE * math.prod(size) / self._values(*size)) if self.resync is None else self.resync
         if period == 0:
             return slice(0, 0)
         place, rows = step % period, group.stack.rows
@@ -190,19 +212,22 @@ class LowRank(Exchange):
         """Raise StateError for directions of another rank or of other shapes."""
         wrong = []
         for name, param in params:
-            q, (rows, cols) = memory.get(name, {}).get(self._directions.key), shape_of(param)
-            if q is None or not (self.batched or self._shrinks(rows, cols)):
-                continue
-            if self.batched:  # the matrix of a small bucket may have fewer rows than `rank`
-                wanted = (self.rank if q.shape[-1] > 2 * self.rank else q.shape[0], q.shape[-1])
-            else:
-                wanted = (min(self.rank, rows, cols), cols)
-            if tuple(q.shape) != wanted:
-                wrong.append(f"{name} {tuple(q.shape)}, here {wanted}")
+            rows, cols = shape_of(param)
+            for directions in {*self._turn(0)} if self.batched or self._shrinks(rows, cols) else ():
+                kept = memory.get(name, {}).get(directions.key)
+                wanted = self._shape(directions, rows, cols, kept)
+                if kept is not None and tuple(kept.shape) != wanted:
+                    wrong.append(f"{name} {tuple(kept.shape)}, here {wanted}")
         if wrong:
             raise StateError(
                 f"the checkpoint is of another rank or model; (rank, columns) by parameter: {'; '.join(wrong)}"
             )
+
+    def _shape(self, directions: Directions, rows: int, cols: int, kept: Tensor | None = None) -> tuple[int, int]:
+        """The shape of the directions of a rows x cols parameter. That of a whole bucket can be any of this rank."""
+        if self.batched and kept is not None:  # the matrix of a small bucket may have fewer rows than `rank`
+            return (self.rank if kept.shape[-1] > 2 * self.rank else kept.shape[0], kept.shape[-1])
+        return min(self.rank, rows, cols), cols if directions.side == "q" else rows
 
     def new_memory(self, params: Sequence[tuple[str, Tensor]], device: torch.device) -> Memory:
         """Directions that are zero, which random ones replace. Those of `batched` depend on the buckets: none."""
@@ -211,7 +236,7 @@ class LowRank(Exchange):
         names, tensors = [name for name, _ in params], [param for _, param in params]
         shapes = {segment.name: (segment, *shape_of(segment.param)) for segment in segments_of(tensors, names)}
         return {
-            name: {self._directions.key: torch.zeros(min(self.rank, rows, cols), cols, device=device)}
+            name: {each.key: torch.zeros(self._shape(each, rows, cols), device=device) for each in self._turn(0)}
             for name, (segment, rows, cols) in shapes.items()
             if self._is_worth(segment, rows, cols)
         }
@@ -222,32 +247,64 @@ class LowRank(Exchange):
         kernel, p, q = kernels.pick("low_rank", flat), *(torch.ones((1, 1, 8), device=device) for _ in range(2))
         kernel.project_(p, flat, flat.clone(), stack, q)
         kernel.orthonormalize_(p)
-        kernel.project_back_(q, flat, stack, p)
         for residual in (None, flat.clone()):
-            kernel.rebuild_(flat, residual, stack, p, q, q, torch.ones((), dtype=torch.bool, device=device))
+            kernel.project_back_(q, flat, residual, stack, p)
+            kernel.rebuild_(flat, residual, stack, (p, q), (p, q), torch.ones((), dtype=torch.bool, device=device))
+
+
+class _Job(NamedTuple):
+    """The matrices of a chunk, and how their factors travel."""
+
+    work: Tensor
+    groups: Sequence[Matrices]
+    comm: Comm
+    codec: Codec | None
+
+    def message(self, side: Side, uncompressed: Sequence[Tensor] = ()) -> Factors:
+        """Room for one factor of every matrix."""
+        sizes = [group.stack.rows if side == "p" else group.stack.cols for group in self.groups]
+        shapes = [(group.stack.depth, group.matrix_rank, size) for group, size in zip(self.groups, sizes, strict=True)]
+        return Factors(shapes, self.work, uncompressed)
+
+    def factor(
+        self,
+        side: Side,
+        directions: Sequence[Tensor],
+        sent: Factors | None = None,
+        residual: Tensor | None = None,
+        uncompressed: Uncompressed | None = None,
+    ) -> tuple[Factors, Tensor]:
+        """One factor of every matrix, averaged, and whether all is finite. `sent` becomes what this rank has sent."""
+        kernel = kernels.pick("low_rank", self.work)
+        mean = self.message(side, uncompressed.out if uncompressed else ())
+        product = kernel.project_ if side == "p" else kernel.project_back_
+        for group, to, along in zip(self.groups, mean.factors, directions, strict=True):
+            product(to, self.work, residual, group.stack, along)
+        finite = mean.mean_(self.comm, self.codec, sent)
+        if uncompressed is not None:
+            uncompressed.put_back_(mean.uncompressed)
+        return mean, finite
 
 
 def _power_step(
-    work: Tensor,
-    groups: Sequence[Matrices],
-    directions: Sequence[Tensor],
-    comm: Comm,
-    codec: Codec | None,
-    residual: Tensor | None = None,
-    uncompressed: Uncompressed | None = None,
-) -> tuple[Factors, Factors, Factors, Tensor]:
-    """P and Q, both averaged; what this rank has sent of Q; and whether everything that travelled is finite."""
-    kernel = kernels.pick("low_rank", work)
-    shapes = [(group.stack.depth, group.matrix_rank, group.stack.rows) for group in groups]
-    p = Factors(shapes, work, uncompressed.out if uncompressed else ())
-    for group, to, along in zip(groups, p.factors, directions, strict=True):
-        kernel.project_(to, work, residual, group.stack, along)
-    finite = p.mean_(comm, codec)
-    if uncompressed is not None:
-        uncompressed.put_back_(p.uncompressed)
-    shapes = [(group.stack.depth, group.matrix_rank, group.stack.cols) for group in groups]
-    q, sent = Factors(shapes, work), Factors(shapes, work)
-    for group, across, to in zip(groups, p.factors, q.factors, strict=True):
-        kernel.orthonormalize_(across)
-        kernel.project_back_(to, work, group.stack, across)
-    return p, q, sent, finite & q.mean_(comm, codec, sent)
+    job: _Job, directions: Sequence[Tensor], residual: Tensor | None = None, uncompressed: Uncompressed | None = None
+) -> tuple[list[Pair], list[Pair], Tensor]:
+    """P and Q of every matrix as this rank has sent them, their means, and whether all that travelled is finite."""
+    p, finite = job.factor("p", directions, None, residual, uncompressed)
+    for across in p.factors:
+        kernels.pick("low_rank", across).orthonormalize_(across)
+    sent = job.message("q")
+    q, also = job.factor("q", p.factors, sent)
+    pairs = [list(zip(p.factors, each.factors, strict=True)) for each in (sent, q)]
+    return pairs[0], pairs[1], finite & also
+
+
+def _half_step(
+    job: _Job, side: Side, directions: Sequence[Tensor], residual: Tensor | None, uncompressed: Uncompressed
+) -> tuple[list[Pair], list[Pair], Tensor]:
+    """The same where only one factor travels; the other one is `directions`."""
+    sent = job.message(side, uncompressed.out)
+    mean, finite = job.factor(side, directions, sent, residual, uncompressed)
+    pairs = [list(zip(each.factors, directions, strict=True)) for each in (sent, mean)]
+    own, everyone = pairs if side == "p" else [[(p, q) for q, p in each] for each in pairs]
+    return own, everyone, finite

@@ -8,17 +8,17 @@ from torch import Tensor
 
 from gradwire.codecs import Codec
 from gradwire.exchanges.bucket import Bucket
-from gradwire.exchanges.low_rank.directions import Directions
+from gradwire.exchanges.low_rank.directions import Directions, Side
 from gradwire.exchanges.low_rank.matrices import Matrices, MatrixLayout
 from gradwire.exchanges.reference import Reference, coded_message, fed, kept
-from gradwire.kernels.torch.low_rank import DEPENDENT
+from gradwire.kernels.torch.low_rank import DEPENDENT, Pair
 
 ROUNDING = 1e-4
 """What float32 may lose of the largest value of a matrix, in two products and an orthonormalization."""
 
 
 class Matrix(NamedTuple):
-    """One matrix of a bucket, and the directions Q (R, N) that the step starts from."""
+    """One matrix of a bucket, and the directions, Q (R, N) or P (R, M), that the step starts from."""
 
     group: Matrices
     name: str
@@ -37,41 +37,72 @@ def reference(
     residuals: Sequence[Tensor] | None,
     layout: MatrixLayout,
     synced: Sequence[slice],
-    directions: Directions,
+    turn: tuple[Directions, Directions],
     codec: Codec | None,
     iterations: int,
 ) -> Reference:
     """P = orthonormal(mean of A Q), Q = mean of Aᵀ P, result P Qᵀ, where A is a rank's gradient and its residual.
 
-    `synced` are the rows of each group's matrices whose residuals are averaged over the ranks.
+    `turn` are the directions that the step starts from and ends with: if they differ, only one factor is made, the
+    other one is what it starts from. `synced` are the rows of each group's matrices whose residuals are averaged over
+    the ranks.
     """
     a = [fed(bucket, None if residuals is None else residuals[i]).double() for i, bucket in enumerate(buckets)]
-    matrices = _matrices(buckets[0], layout, synced, directions)
+    matrices = _matrices(buckets[0], layout, synced, turn[0])
     mean, tolerance = torch.stack(a).mean(0), len(a) * torch.finfo(torch.float32).eps * torch.stack(a).abs().mean(0)
-    q = [matrix.start for matrix in matrices]
-    for iteration in range(iterations):
-        p, _ = _average([[q_RN @ m.of(own).T for m, q_RN in zip(matrices, q, strict=True)] for own in a], codec)
-        p = [orthonormal(p_RM) for p_RM in p]
-        if iteration == 0 and residuals is not None:
-            _sync_(matrices, a, residuals)
-        q, sent = _average([[p_RM @ m.of(own) for m, p_RM in zip(matrices, p, strict=True)] for own in a], codec)
+    projected = [own.clone() for own in a]
+    if residuals is not None:
+        _sync_(matrices, a, residuals)
+    if turn[0] == turn[1]:
+        p, q, sent = _two_sided(matrices, projected, a, codec, iterations)
+    else:
+        p, q, sent = _one_sided(matrices, projected, codec, turn[1].side)
     left = [torch.zeros_like(own) for own in a]
     for i, matrix in enumerate(matrices):
         matrix.of(mean).copy_(p[i].T @ q[i])
         for own, lost, parts in zip(a, left, sent, strict=True):
-            matrix.of(lost).copy_(matrix.of(own) - p[i].T @ parts[i])
+            matrix.of(lost).copy_(matrix.of(own) - parts[i][0].T @ parts[i][1])
         largest = max(float(own[matrix.where].nan_to_num(0.0, 0.0, 0.0).abs().max()) for own in a)
         tolerance[matrix.where] = largest * (ROUNDING + (0.0 if codec is None else codec.bound))
-    _keep(buckets[0], matrices, q if torch.isfinite(mean).all() else [m.start for m in matrices], directions)
+    finite = torch.isfinite(mean).all()
+    for matrix, *new in zip(matrices, p, q, strict=True):
+        group = matrix.group._replace(names=(matrix.name,))
+        turn[1].keep(buckets[0], group, new[turn[1].side == "q"][None], finite)
     dtype = buckets[0].flat.dtype
     if dtype.itemsize < 4:
         tolerance += torch.finfo(dtype).eps * mean.nan_to_num(0.0, 0.0, 0.0).abs()
     return Reference(mean.to(dtype), tolerance, kept(mean, residuals, left))
 
 
-def _keep(bucket: Bucket, matrices: Sequence[Matrix], q: Sequence[Tensor], directions: Directions) -> None:
-    for matrix, q_RN in zip(matrices, q, strict=True):
-        directions.keep(bucket, matrix.group._replace(names=(matrix.name,)), q_RN[None])
+def _two_sided(
+    matrices: Sequence[Matrix], first: Sequence[Tensor], later: Sequence[Tensor], codec: Codec | None, iterations: int
+) -> tuple[Sequence[Tensor], Sequence[Tensor], list[list[Pair]]]:
+    """P and Q of each matrix, and both as every rank has sent them. `first` is A for the first product only."""
+    q = [matrix.start for matrix in matrices]
+    for iteration in range(iterations):
+        p, _ = _average(_projected(matrices, later if iteration else first, q, "p"), codec)
+        p = [orthonormal(p_RM) for p_RM in p]
+        q, sent = _average(_projected(matrices, later, p, "q"), codec)
+    return p, q, [list(zip(p, own, strict=True)) for own in sent]
+
+
+def _one_sided(
+    matrices: Sequence[Matrix], a: Sequence[Tensor], codec: Codec | None, side: Side
+) -> tuple[Sequence[Tensor], Sequence[Tensor], list[list[Pair]]]:
+    """The same if only the factor `side` travels."""
+    start = [matrix.start for matrix in matrices]
+    mean, sent = _average(_projected(matrices, a, start, side), codec)
+    if side == "p":
+        return mean, start, [list(zip(own, start, strict=True)) for own in sent]
+    return start, mean, [list(zip(start, own, strict=True)) for own in sent]
+
+
+def _projected(
+    matrices: Sequence[Matrix], a: Sequence[Tensor], directions: Sequence[Tensor], side: Side
+) -> list[list[Tensor]]:
+    """Every rank's matrices along `directions`."""
+    pairs = list(zip(matrices, directions, strict=True))
+    return [[along @ (m.of(own).T if side == "p" else m.of(own)) for m, along in pairs] for own in a]
 
 
 def _matrices(bucket: Bucket, layout: MatrixLayout, synced: Sequence[slice], directions: Directions) -> list[Matrix]:
@@ -94,10 +125,10 @@ def _matrices(bucket: Bucket, layout: MatrixLayout, synced: Sequence[slice], dir
 def _sync_(matrices: Sequence[Matrix], a: Sequence[Tensor], residuals: Sequence[Tensor]) -> None:
     """Replace the residual inside A by the mean over the ranks, in the rows whose turn it is."""
     everyone = torch.stack([residual.double() for residual in residuals])
+    mean = everyone.mean(0)
     for matrix in matrices:
         for own, residual in zip(a, everyone, strict=True):
-            moved = matrix.of(everyone.mean(0)) - matrix.of(residual)
-            matrix.of(own)[matrix.synced] += moved[matrix.synced]
+            matrix.of(own)[matrix.synced] += matrix.of(mean)[matrix.synced] - matrix.of(residual)[matrix.synced]
 
 
 def _average(factors: Sequence[Sequence[Tensor]], codec: Codec | None) -> tuple[list[Tensor], list[list[Tensor]]]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from gradwire.kernels.numba.bits import F32, U64
 from gradwire.kernels.numba.llvm import jit, loose
 from gradwire.kernels.torch import low_rank as products
-from gradwire.kernels.torch.low_rank import DEPENDENT, Stack
+from gradwire.kernels.torch.low_rank import DEPENDENT, Pair, Stack
 
 MANY = 8
 """Up to this rank the loops here are faster than a library's product."""
@@ -28,26 +28,25 @@ def project_(p_BRM: Tensor, flat: Tensor, residual: Tensor | None, stack: Stack,
     _project(p_BRM.numpy(), a, a if residual is None else residual.numpy(), feed, stack, q_BRN.numpy())
 
 
-def project_back_(q_BRN: Tensor, flat: Tensor, stack: Stack, p_BRM: Tensor) -> None:
+def project_back_(q_BRN: Tensor, flat: Tensor, residual: Tensor | None, stack: Stack, p_BRM: Tensor) -> None:
     """See `gradwire.kernels.torch.low_rank`."""
     if q_BRN.shape[1] > MANY:
-        products.project_back_(q_BRN, flat, stack, p_BRM)
+        products.project_back_(q_BRN, flat, residual, stack, p_BRM)
         return
-    _project_back(q_BRN.numpy(), flat.numpy(), stack, p_BRM.numpy())
+    a, feed = flat.numpy(), residual is not None
+    _project_back(q_BRN.numpy(), a, a if residual is None else residual.numpy(), feed, stack, p_BRM.numpy())
 
 
-def rebuild_(
-    flat: Tensor, residual: Tensor | None, stack: Stack, p_BRM: Tensor, sent_BRN: Tensor, mean_BRN: Tensor, keep: Tensor
-) -> None:
+def rebuild_(flat: Tensor, residual: Tensor | None, stack: Stack, sent: Pair, mean: Pair, keep: Tensor) -> None:
     """See `gradwire.kernels.torch.low_rank`."""
-    if p_BRM.shape[1] > MANY:
-        products.rebuild_(flat, residual, stack, p_BRM, sent_BRN, mean_BRN, keep)
+    if mean[0].shape[1] > MANY:
+        products.rebuild_(flat, residual, stack, sent, mean, keep)
         return
-    p, mean = p_BRM.numpy(), mean_BRN.numpy()
+    p, q = mean[0].numpy(), mean[1].numpy()
     if residual is None or not keep:
-        _rebuild(flat.numpy(), stack, p, mean)
+        _rebuild(flat.numpy(), stack, p, q)
     else:
-        _rebuild_keeping(flat.numpy(), residual.numpy(), stack, p, sent_BRN.numpy(), mean)
+        _rebuild_keeping(flat.numpy(), residual.numpy(), stack, sent[0].numpy(), sent[1].numpy(), p, q)
 
 
 def orthonormalize_(x_BRM: Tensor) -> None:
@@ -86,7 +85,7 @@ def _add_rows(q, b, k, a, at, cols, p, i):
 
 
 @jit
-def _project_back(q, a, stack, p):
+def _project_back(q, a, e, feed, stack, p):
     rows, cols = U64(p.shape[2]), U64(q.shape[2])
     whole = rows - rows % U64(4)
     for b in range(U64(q.shape[0])):
@@ -96,44 +95,50 @@ def _project_back(q, a, stack, p):
                 q[b, k, j] = F32(0.0)
         for four in range(whole // U64(4)):
             i = four * U64(4)
+            if feed:
+                for j in range(begin + i * cols, begin + (i + U64(4)) * cols):
+                    a[j] += e[j]
             for k in range(U64(q.shape[1])):
                 _add_rows(q, b, k, a, begin + i * cols, cols, p, i)
         for i in range(whole, rows):
+            if feed:
+                for j in range(begin + i * cols, begin + (i + U64(1)) * cols):
+                    a[j] += e[j]
             for k in range(U64(q.shape[1])):
                 for j in range(cols):
                     q[b, k, j] += p[b, k, i] * a[begin + i * cols + j]
 
 
 @jit
-def _rebuild(a, stack, p, mean):
-    cols = U64(mean.shape[2])
-    for b in range(U64(mean.shape[0])):
+def _rebuild(a, stack, p, q):
+    cols = U64(q.shape[2])
+    for b in range(U64(q.shape[0])):
         for i in range(U64(p.shape[2])):
             at, first = U64(stack[0]) + b * U64(stack[1]) + i * cols, p[b, 0, i]
-            for j in range(mean.shape[2]):
-                a[at + U64(j)] = first * mean[b, 0, U64(j)]
-            for k in range(U64(1), U64(mean.shape[1])):
+            for j in range(q.shape[2]):
+                a[at + U64(j)] = first * q[b, 0, U64(j)]
+            for k in range(U64(1), U64(q.shape[1])):
                 weight = p[b, k, i]
-                for j in range(mean.shape[2]):
-                    a[at + U64(j)] += weight * mean[b, k, U64(j)]
+                for j in range(q.shape[2]):
+                    a[at + U64(j)] += weight * q[b, k, U64(j)]
 
 
 @jit
-def _rebuild_keeping(a, e, stack, p, sent, mean):
-    cols = U64(mean.shape[2])
-    for b in range(U64(mean.shape[0])):
+def _rebuild_keeping(a, e, stack, sent_p, sent_q, p, q):
+    cols = U64(q.shape[2])
+    for b in range(U64(q.shape[0])):
         for i in range(U64(p.shape[2])):
-            at, first = U64(stack[0]) + b * U64(stack[1]) + i * cols, p[b, 0, i]
-            for j in range(mean.shape[2]):
+            at, own, first = U64(stack[0]) + b * U64(stack[1]) + i * cols, sent_p[b, 0, i], p[b, 0, i]
+            for j in range(q.shape[2]):
                 n = at + U64(j)
-                e[n] = a[n] - first * sent[b, 0, U64(j)]
-                a[n] = first * mean[b, 0, U64(j)]
-            for k in range(U64(1), U64(mean.shape[1])):
-                weight = p[b, k, i]
-                for j in range(mean.shape[2]):
+                e[n] = a[n] - own * sent_q[b, 0, U64(j)]
+                a[n] = first * q[b, 0, U64(j)]
+            for k in range(U64(1), U64(q.shape[1])):
+                own, weight = sent_p[b, k, i], p[b, k, i]
+                for j in range(q.shape[2]):
                     n = at + U64(j)
-                    e[n] -= weight * sent[b, k, U64(j)]
-                    a[n] += weight * mean[b, k, U64(j)]
+                    e[n] -= own * sent_q[b, k, U64(j)]
+                    a[n] += weight * q[b, k, U64(j)]
 
 
 @loose

@@ -12,6 +12,9 @@ from torch import Tensor
 DEPENDENT = 1e-6
 """A row that keeps less than this of its length, once the rows before it are taken out, is rounding noise."""
 
+Pair = tuple[Tensor, Tensor]
+"""`p_BRM` and `q_BRN` of one stack."""
+
 
 class Stack(NamedTuple):
     """Where some matrices of one shape are in a flat tensor."""
@@ -36,20 +39,21 @@ def project_(p_BRM: Tensor, flat: Tensor, residual: Tensor | None, stack: Stack,
     torch.bmm(q_BRN, a_BMN.transpose(1, 2), out=p_BRM)
 
 
-def project_back_(q_BRN: Tensor, flat: Tensor, stack: Stack, p_BRM: Tensor) -> None:
-    """`q = p a`: each column of `a` in the directions of `p`."""
-    torch.bmm(p_BRM, stack.of(flat), out=q_BRN)
-
-
-def rebuild_(
-    flat: Tensor, residual: Tensor | None, stack: Stack, p_BRM: Tensor, sent_BRN: Tensor, mean_BRN: Tensor, keep: Tensor
-) -> None:
-    """`residual = a - pᵀ sent` where `keep` (one truth value) holds, and `a = pᵀ mean`."""
-    a_BMN, tall_BMR = stack.of(flat), p_BRM.transpose(1, 2)
+def project_back_(q_BRN: Tensor, flat: Tensor, residual: Tensor | None, stack: Stack, p_BRM: Tensor) -> None:
+    """`a += residual`, if there is one, and `q = p a`: each column of `a` in the directions of `p`."""
+    a_BMN = stack.of(flat)
     if residual is not None:
-        e_BMN, lost_BMN = stack.of(residual), a_BMN.baddbmm_(tall_BMR, sent_BRN, alpha=-1)
+        a_BMN.add_(stack.of(residual))
+    torch.bmm(p_BRM, a_BMN, out=q_BRN)
+
+
+def rebuild_(flat: Tensor, residual: Tensor | None, stack: Stack, sent: Pair, mean: Pair, keep: Tensor) -> None:
+    """`residual = a - pᵀ q` of `sent`, where `keep` (one truth value) holds, and `a = pᵀ q` of `mean`."""
+    a_BMN, (p_BRM, q_BRN) = stack.of(flat), mean
+    if residual is not None:
+        e_BMN, lost_BMN = stack.of(residual), a_BMN.baddbmm_(sent[0].transpose(1, 2), sent[1], alpha=-1)
         e_BMN.copy_(lost_BMN if _surely(keep) else torch.where(keep, lost_BMN, e_BMN))
-    torch.bmm(tall_BMR, mean_BRN, out=a_BMN)
+    torch.bmm(p_BRM.transpose(1, 2), q_BRN, out=a_BMN)
 
 
 def _surely(keep: Tensor) -> bool:
