@@ -3,10 +3,11 @@
     python benchmarks/sharded.py --ranks 2 4 --rates 100mbit 1gbit --models mlp gpt --out fsdp2.jsonl
     python benchmarks/sharded.py --hsdp --rates 100mbit --inside 10gbit --out hsdp.jsonl
 
-A name is a spec and, after a slash, what parameters are gathered with: int8/bf16. `plain` is FSDP2 without gradwire, in
-float32, and `plain-bf16` the same with parameters and reductions in bfloat16. With --hsdp there are two nodes of two
-ranks: what leaves a node goes through its link of `--rates`, and what stays inside through one of `--inside`. There a
-name is the spec of the replicas, and `plain` is FSDP2's own HSDP.
+A name is a spec and, after a slash, what parameters are gathered with: int8/bf16. `plain` is FSDP2 without gradwire.
+Models compute in float32. With -bf16 after the name they compute and reduce in bfloat16, by FSDP2's mixed precision:
+compare int8/int8-bf16 with plain-bf16. With --hsdp there are two nodes of two ranks: what leaves a node goes through
+its link of `--rates`, and what stays inside through one of `--inside`. There a name is the spec of the replicas, and
+`plain` is FSDP2's own HSDP.
 
 All names run in the same processes, by turns. How many times as fast as `plain` a name is, is the median over the
 rounds of the ratio within a round, with the smallest and the largest one. The tables are Markdown.
@@ -32,7 +33,7 @@ import netns
 import rounds
 from gradwire.tools.workload import Workload, WorkloadSettings
 
-NAMES = ("plain", "plain-bf16", "exact", "bf16/bf16", "int8", "int8/bf16", "int8/int8", "int4/int8")
+NAMES = ("plain", "plain-bf16", "exact", "bf16/bf16", "int8", "int8/bf16", "int8/int8", "int4/int8", "int8/int8-bf16")
 REPLICAS = ("plain", "exact", "bf16", "int8", "int4", "powersgd:rank=4")
 LIMIT_S = 3600
 
@@ -88,8 +89,11 @@ def title(ranks: int, rate: str, model: str, args: argparse.Namespace) -> str:
 def table(cell: list[dict], heading: str) -> str:
     """One cell as Markdown."""
     base = next((row for row in cell if row["hook"] == "plain"), None)
-    lines = [f"\n{heading}\n", "| name | step, ms | times as fast as plain | MB sent | error | waits, ms | peak MB |"]
-    lines.append("|---|---|---|---|---|---|---|")
+    lines = [
+        f"\n{heading}\n",
+        "| name | step, ms | times as fast as plain | CPU ms | MB sent | error | waits, ms | peak MB |",
+    ]
+    lines.append("|---|---|---|---|---|---|---|---|")
     lines += [f"| `{row['hook']}` | {row['failed']} |" if "failed" in row else line(row, base) for row in cell]
     return "\n".join(lines)
 
@@ -102,7 +106,8 @@ def line(row: dict, base: dict | None) -> str:
     error = "-" if row["error"] is None else f"{row['error']:.1e}"
     waits = " + ".join(f"{value:.1f}" for value in row["wait_ms"].values()) or "-"
     peak = f"{row['peak_mb'] + row['residual_mb']:.2f}"
-    return f"| `{row['hook']}` | {step} | {faster} | {row['sent_mb']:.2f} | {error} | {waits} | {peak} |"
+    moved = f"{row['cpu_ms']:.0f} | {row['sent_mb']:.2f} | {error} | {waits} | {peak}"
+    return f"| `{row['hook']}` | {step} | {faster} | {moved} |"
 
 
 # -- one rank --------------------------------------------------------------------------------------------------------
@@ -129,12 +134,12 @@ class Run(rounds.Run):
         """FSDP2 over all ranks, with prefetching, which FSDP2 alone cannot use on the CPU, where its gathers block."""
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-        policy = bf16 if self.name == "plain-bf16" else MixedPrecisionPolicy()
+        policy = bf16 if self.name.endswith("-bf16") else MixedPrecisionPolicy()
         for unit in (*units, self.model):
             fully_shard(unit, mesh=mesh, mp_policy=policy)
         prefetch(self.model, units)
-        spec, _, gather = self.name.partition("/")
-        return None if spec.startswith("plain") else gradwire.register(self.model, spec, gather=gather or None)
+        spec, _, gather = self.name.removesuffix("-bf16").partition("/")
+        return None if spec == "plain" else gradwire.register(self.model, spec, gather=gather or None)
 
     def build_hsdp(self, units: list[nn.Module]) -> Any:
         """Two replicas of two shards."""

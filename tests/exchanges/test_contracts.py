@@ -44,6 +44,8 @@ SPECS = [
     "powersgd:rank=12,min_compression=0.5,resync=3",
     "powersgd:resync=2,iterations=2,warmup=1",
     "powersgd:wire=bf16",
+    "powersgd:rank=8,sides=one",
+    "powersgd:sides=one,wire=int8,batched=true,resync=2",
     "powersgd:wire=int8,batched=true,resync=0",
 ]
 TWO_LEVEL = [
@@ -60,14 +62,31 @@ LOSSY = [case for case in TWO_LEVEL if "fp16(feedback=true)" not in case[0]]
 """That one has a single node, so nothing is lost and its residuals stay zero whatever a mutant does to them."""
 
 
-def cases(quick_sizes, all_sizes, specs=SPECS):
+def cases(quick_sizes, all_sizes, specs=SPECS, quick_specs=SPECS):
     """Each spec on all numbers of ranks; those that are not quick run in `make test-all`."""
-    slow = pytest.mark.thorough
-    return [pytest.param(spec, size, marks=() if size in quick_sizes else slow) for size in all_sizes for spec in specs]
+
+    def marks(spec, size):
+        return () if size in quick_sizes and spec in quick_specs else pytest.mark.thorough
+
+    return [pytest.param(spec, size, marks=marks(spec, size)) for size in all_sizes for spec in specs]
+
+
+def first(count, of):
+    """So many cases, and the others in `make test-all`."""
+    return [*of[:count], *(pytest.param(*case, marks=pytest.mark.thorough) for case in of[count:])]
 
 
 on_ranks = pytest.mark.parametrize(("spec", "size"), [*cases((3,), (2, 3, 4)), *TWO_LEVEL])
 """Three ranks are the fewest on which every exchange takes its own way over the wire."""
+KINDS = [
+    *EXCHANGES,
+    "fp16:accumulate=wire",
+    "bf16:shots=two,feedback=true",
+    "int4:exempt=none,feedback=true",
+    "int4:allocate=true",
+    "powersgd:rank=2,batched=true",
+]
+"""Every registered exchange, and every option that changes what is sent in which order."""
 FEEDBACK = [spec for spec in SPECS if exchange(spec).takes_residual]
 AVERAGING = [spec for spec in SPECS if exchange(spec).averages]
 
@@ -85,7 +104,7 @@ def test_inf_and_nan_reach_all_ranks(spec, size):
     contracts.check_non_finite_reaches_all(exchange(spec), size)
 
 
-@pytest.mark.parametrize(("spec", "size"), [*cases((2,), (2, 3, 4)), *TWO_LEVEL])
+@pytest.mark.parametrize(("spec", "size"), [*cases((2,), (2, 3, 4), quick_specs=KINDS), *first(2, TWO_LEVEL)])
 def test_many_buckets_in_flight(spec, size):
     contracts.check_many_in_flight(exchange(spec), size)
 

@@ -1,7 +1,7 @@
-"""Compiles the kernels of all exchanges: `python -m tests.kit.kernels`.
+"""Uses every kernel once: `python -m tests.kit.kernels` compiles them, and the server of the ranks imports this.
 
 Numba keeps what it has compiled on disk. Tests that run at the same time and find nothing there would each compile
-every kernel for themselves, on each of their ranks.
+every kernel for themselves, on each of their ranks. Reading them takes time too: ranks inherit them from the server.
 """
 
 import torch
@@ -18,7 +18,6 @@ SPECS = (
     "int2:whiten=true",
 )
 
-if __name__ == "__main__":
-    kernels.load()
-    for spec in SPECS:
-        exchange(spec).warm_up(torch.device("cpu"))
+kernels.load()
+for spec in SPECS:
+    exchange(spec).warm_up(torch.device("cpu"))

@@ -24,6 +24,7 @@ from ..kit.trial import raised
 from ..kit.versions import sharded_models
 
 pytestmark = sharded_models
+POWER_SGD = tuple(f"powersgd:rank=1,min_compression=0.5,sides={sides}" for sides in ("two", "one"))
 
 
 def deep(ranks: Ranks, **options: Any) -> Any:
@@ -283,6 +284,19 @@ def test_verify_rejects_wrong_residuals(ranks: Ranks) -> None:
     hook.verify()
 
 
+@on_ranks(2)
+def test_a_model_without_a_common_root_waits_for_every_part(ranks: Ranks) -> None:
+    """FSDP2 reduces the last part in a callback at the end of the backward pass, after the hook has waited once."""
+    model = seeded(models.Deep)
+    for layer in model.layers:
+        shard(layer, mesh_of(ranks))
+    hook, waited = ranks.register(model, "int8"), []
+    blocked = hook.blocked
+    hook.blocked = lambda what, wait: (waited.append(what), blocked(what, wait))[1]
+    assert error(train(model, ranks.rank, 1)[0], plain_gradients(2, 0)) < 0.05
+    assert waited.count("gradients") == len(model.layers)
+
+
 @on_ranks(4)
 def test_several_models_on_sub_groups_train_side_by_side(ranks: Ranks) -> None:
     groups = [ranks.new_group([0, 1]), ranks.new_group([2, 3])]
@@ -363,7 +377,7 @@ def test_an_all_reduce_can_be_put_off_and_a_factor_divides_the_sum_over_all_rank
     assert error(gradients(module), {name: grad / 2 for name, grad in both[0].items()}) < 1e-6
 
 
-@on_ranks(2, specs=("exact", "bf16", "int8", "int4:feedback=true,exempt=none", "powersgd:rank=1,min_compression=0.5"))
+@on_ranks(2, specs=("exact", "bf16", "int8", "int4:feedback=true,exempt=none", *POWER_SGD))
 def test_data_parallel_training_without_ddp_gives_the_bits_of_the_ddp_hook(ranks: Ranks) -> None:
     module = seeded(models.Deep)
     hook = gradwire.hsdp(module, mesh_2d(ranks, 2), replicas=ranks.spec)

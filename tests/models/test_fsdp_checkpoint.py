@@ -71,7 +71,8 @@ def test_resuming_on_the_same_mesh_is_exact(ranks: Ranks) -> None:
     assert resumed[1].steps == hook.steps == 6
 
 
-HSDP = ("int4:feedback=true,exempt=none", "powersgd:rank=1,min_compression=0.5")
+POWER_SGD = "powersgd:rank=1,min_compression=0.5"
+HSDP = ("int4:feedback=true,exempt=none", POWER_SGD, f"{POWER_SGD},sides=one")
 
 
 @on_ranks(4, specs=HSDP)

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
+
+from gradwire.models import fsdp
 
 from ..kit import models
 from ..kit.models import WIDTH, seeded
@@ -214,3 +217,13 @@ def test_a_mode_works_and_exact_gives_the_bits_of_plain_fsdp2(ranks: Ranks) -> N
 @on_ranks(4, specs=("default", "uneven", "kept after forward"))
 def test_a_mode_works_on_four_ranks(ranks: Ranks) -> None:
     check(ranks, MODES[ranks.spec], mesh_of(ranks))
+
+
+@on_ranks(2)
+def test_what_is_reduced_in_bfloat16_is_added_up_in_float32_beside_the_backward_pass(ranks: Ranks) -> None:
+    model = MODES["bf16"].build(mesh_of(ranks))
+    ranks.register(model, "int8")
+    with mock.patch.object(fsdp._Backward, "defer", autospec=True, side_effect=fsdp._Backward.defer) as deferred:
+        (got,) = train(model, ranks.rank, steps=1)
+    assert deferred.call_count == len(model.layers)
+    assert not any(same({"": value}, {"": value.bfloat16().float()}) for value in got.values())

@@ -44,7 +44,12 @@ __all__ = [
 
 
 class NamedCodec:
-    """A codec for use outside a hook: any floating tensor to bytes, and back."""
+    """A codec for use outside a hook: any floating tensor to bytes, and back.
+
+    Examples:
+        >>> codec = gradwire.codec("int4")
+        >>> codec.wire_bytes(1_000_000)
+    """
 
     def __init__(self, inner: Codec) -> None:
         self.inner = inner
@@ -76,7 +81,23 @@ class NamedCodec:
 
 
 def codec(spec: str, **options: object) -> NamedCodec:
-    """A codec by its spec, such as `"int4"` or `"int8:block=128"`; `options` are those of the spec."""
+    """A codec by its spec, for use without a hook.
+
+    Args:
+        spec: The codec, such as `"int4"` or `"int8:block=128"`.
+        options: Options of the spec as keywords.
+
+    Returns:
+        A codec for tensors of any floating type and shape.
+
+    Raises:
+        SpecError: If the spec names no codec, or an option that it does not have.
+
+    Examples:
+        >>> codec = gradwire.codec("int4")
+        >>> wire = codec.encode(tensor)
+        >>> values = codec.decode(wire, tensor.numel())
+    """
     kernels.load()
     found = plugins()
     found.check(str(read(spec).name))

@@ -47,6 +47,14 @@ class Codec(ABC):
 
     A codec is pure: it keeps no state, touches no global random state, never communicates and never synchronises with
     an accelerator (no `.item()`, no `nonzero`, no shape that depends on the values).
+
+    Subclass it as a frozen dataclass whose fields are the options of the spec, and implement `bound`, `wire_bytes`,
+    `encode` and `decode_`. All other members have defaults.
+
+    Examples:
+        >>> codec = gradwire.codecs.Int8(block=128)
+        >>> wire = codec.encode(torch.randn(1000))
+        >>> values = codec.decode(wire, 1000)
     """
 
     __slots__ = ()

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from gradwire.engine.observers import norm_of
 from gradwire.errors import StateError
 from gradwire.exchanges.bucket import Bucket
 from gradwire.exchanges.feedback import healed_
@@ -52,6 +53,10 @@ class Residuals:
         self._drop_applied(list(self._applied))
         return {name: residual.clone() for name, residual in self.by_param.items()}
 
+    def norm(self) -> Tensor | None:
+        """Of all residuals together; None if there is none."""
+        return norm_of(self.by_param.values()) if self.by_param else None
+
     def load(self, residuals: Mapping[str, Tensor]) -> None:
         """Replace everything that is kept."""
         self._flats.clear()
@@ -86,4 +91,5 @@ class Residuals:
                 view.copy_(kept)
             self.by_param[name] = view
         self._flats = {names: kept for names, kept in self._flats.items() if not set(names) & set(key)}
+        self._applied = {names: kept for names, kept in self._applied.items() if not set(names) & set(key)}
         self._flats[key] = flat

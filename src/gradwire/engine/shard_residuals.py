@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gradwire.codecs.int8 import Int8
+from gradwire.engine.observers import norm_of
 from gradwire.errors import StateError
 from gradwire.exchanges.bucket import Segment
 from gradwire.exchanges.feedback import healed_
@@ -89,6 +90,12 @@ class ShardResiduals:
     def copies(self) -> dict[str, Tensor]:
         """The residual of every parameter that has one, flat, in the order of the whole parameter."""
         return {name: shard.from_rows(self._unpacked(name)) for name, shard in self._shards.items() if name in self}
+
+    def norm(self) -> Tensor | None:
+        """Of all residuals together; None if there is none."""
+        names = {**self._rows, **self._wires}
+        kept = [self._unpacked(name) if name in self._wires else self._rows[name] for name in names]
+        return norm_of(kept) if kept else None
 
     def load(self, residuals: Mapping[str, Tensor]) -> None:
         """Replace everything that is kept."""

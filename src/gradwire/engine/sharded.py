@@ -17,10 +17,12 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
+from gradwire._torch.fsdp import local_values
 from gradwire.engine import checkpoint, sharded_state
 from gradwire.engine.agreement import agree
 from gradwire.engine.hook import Hook
 from gradwire.engine.lanes import Hold, Traffic
+from gradwire.engine.observers import norm_of
 from gradwire.engine.residuals import Residuals
 from gradwire.engine.runner import Job, Runner
 from gradwire.engine.shard_residuals import ShardResiduals
@@ -75,6 +77,8 @@ class ShardedHook(Hook):
         self.uninstall: Callable[[], None] = lambda: None
         """Gives the model its own collectives back."""
         self._gathers_anew = True
+        self._opens_step = False
+        """Whether the next message to be reduced opens a step."""
         self._blocked_s = {"gradients": 0.0, "parameters": 0.0, "replicas": 0.0}
         super().__init__(exchange, runner, **options)
         self._residuals = cast(Residuals, ShardResiduals(self.size, shards, self.device))
@@ -92,7 +96,7 @@ class ShardedHook(Hook):
 
     def begin_backward(self, index: int, first: bool) -> None:
         """The unit with this number is about to reduce its gradients; `first`: it is the first one of a step."""
-        self._steps.add(index, first)
+        self._opens_step = self._steps.add(index, first)
         self.runner.meter.begin(first)
         self._gathers_anew |= first
 
@@ -112,6 +116,9 @@ class ShardedHook(Hook):
         self._check_open()
         row = tuple(self.shards[name].segment for name in names)
         self.rows[index] = row
+        for observer in self.observers:
+            observer.before_mean(Bucket(index, rows, row, is_last=False), self._opens_step)
+        self._opens_step = False
         if self.pilot is not None:
             self.pilot.on_bucket(Bucket(index, rows, row, is_last=False))
         pending = self._apply_pending(rows, row)
@@ -123,7 +130,8 @@ class ShardedHook(Hook):
     def _scatter(self, bucket: Bucket, rows: Tensor, alpha: float, plain: Callable[[], object]) -> Future[Tensor]:
         out, current = bucket.flat, self.exchange
         if isinstance(current, Coded):
-            return self.runner.submit(self.scatter_jobs(bucket, rows, alpha, self._store), out)
+            jobs = self.scatter_jobs(bucket, rows, alpha, self._store)
+            return self.runner.submit(jobs, out, what=f"step {self.steps}, gradients of unit {bucket.index}")
         if current.averages:
             moved_bytes = self.plain_passes * rows.nbytes * (self.size - 1) / self.size
             how = "all_reduce" if self.plain_passes == 2 else "all_to_all"
@@ -181,7 +189,8 @@ class ShardedHook(Hook):
         self.gathered[index] = row
         self._begin_gather()
         bucket = Bucket(index, rows[0], row, is_last=False)
-        return self.gather_runner.submit(self.gather_jobs(bucket, rows), rows)
+        what = f"step {self.steps + 1}, parameters of unit {index}"
+        return self.gather_runner.submit(self.gather_jobs(bucket, rows), rows, what=what)
 
     def gather_jobs(self, bucket: Bucket, rows: Tensor) -> list[Job]:
         """What gathers a message: one job per chunk of columns."""
@@ -249,6 +258,14 @@ class ShardedHook(Hook):
         self._blocked_s = dict.fromkeys(self._blocked_s, 0.0)
         if self.replicas is not None:
             self.replicas.reset_stats()
+
+    def grad_norm(self) -> Tensor:
+        """The norm of all gradients, as `Hook.grad_norm`. All ranks together, between steps.
+
+        Each rank reads its own shards, and the ranks exchange one number. Accumulated gradients count with all passes.
+        """
+        grads = [local_values(param.grad) for _, param in self._params() if param.grad is not None]
+        return norm_of(self.gather(norm_of(grads).to(self.device).view(1)).unbind())
 
     @property
     def requested(self) -> str:

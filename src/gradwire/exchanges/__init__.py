@@ -70,7 +70,14 @@ POLICIES: Mapping[str, Callable[..., Exchange]] = MappingProxyType({"two_level":
 
 
 def registered() -> dict[str, Callable[..., Exchange]]:
-    """Every exchange by name, with those of other packages."""
+    """Every exchange by name, with those of other packages.
+
+    Returns:
+        By name, what makes the exchange from the options of its spec.
+
+    Examples:
+        >>> sorted(gradwire.exchanges.registered())
+    """
     coded = {name: _coded(codec) for name, codec in codecs.plugins().classes.items()}
     return {**EXCHANGES, **POLICIES, **coded, **_plugins().classes}
 
@@ -86,11 +93,14 @@ def exchange(spec: str | Exchange, **options: object) -> Exchange:
         spec: Text such as `"int4:block=32"`; or an exchange object, which is returned as it is.
         options: Options of the spec as keywords; they take precedence over those in the text.
 
+    Returns:
+        A frozen object; equal specs make equal objects.
+
     Raises:
         SpecError: For an unknown name or option, a value that an option cannot take, or a broken plug-in. The message
             points at the character.
 
-    Example:
+    Examples:
         >>> gradwire.exchange("int4", block=32)
     """
     if isinstance(spec, str):

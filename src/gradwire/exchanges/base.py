@@ -40,6 +40,9 @@ class Comm(Protocol):
     """The collectives as one job sees them. Each one blocks until its result is there (on a stream: is enqueued).
 
     New tensors that a collective returns are work space of the job: copy what must outlive the job.
+
+    Examples:
+        >>> total = comm.all_reduce_(bucket.flat.div(comm.size))
     """
 
     @property
@@ -82,7 +85,15 @@ class Levels(NamedTuple):
 
 
 class Exchange(ABC):
-    """Averages a bucket over the ranks, in place. `str()` of an exchange is the spec that makes it."""
+    """Averages a bucket over the ranks, in place. `str()` of an exchange is the spec that makes it.
+
+    Subclass it as a frozen dataclass whose fields are the options of the spec, and implement `mean_` and `bound`. All
+    other members have defaults.
+
+    Examples:
+        >>> str(gradwire.exchange("int4:block=32"))
+        'int4:block=32'
+    """
 
     __slots__ = ()
     name: ClassVar[str] = ""

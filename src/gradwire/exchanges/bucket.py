@@ -123,6 +123,11 @@ def make_bucket(grads: Sequence[Tensor], names: Sequence[str] | None = None, ind
     Raises:
         ValueError: Without any tensor.
         TypeError: For tensors of another type, or of different types.
+
+    Examples:
+        >>> bucket = gradwire.make_bucket([torch.ones(3), torch.zeros(2, 2)], ["weight", "bias"])
+        >>> bucket.grads[1].shape
+        torch.Size([2, 2])
     """
     if not grads:
         raise ValueError("a bucket needs at least one tensor")

@@ -16,7 +16,7 @@ from gradwire.exchanges.base import Comm, Exchange
 from gradwire.exchanges.bucket import Bucket, Segment
 from gradwire.exchanges.exact import all_reduce_, exact_mean_
 from gradwire.exchanges.exempt import check_matches, check_pattern, is_exempt
-from gradwire.exchanges.feedback import fed_back
+from gradwire.exchanges.feedback import fed_back, widened
 from gradwire.exchanges.plan import Run, WirePlan, joined, one_shot_, plan, two_shot_
 from gradwire.exchanges.reference import Reference, backend_mean, coded_message, exact_reference, fed, kept
 from gradwire.kernels.batch import Entry
@@ -151,7 +151,10 @@ class Coded(Exchange):
         exchange_, split = one_shot_ if one else two_shot_, self.plan(bucket, 1 if one else comm.size)
         codec = self._seeded(bucket, comm.rank)
         if residual is None and not self.whiten:
-            exchange_(flat, split, codec, comm)
+            work = flat if flat.dtype.itemsize > 2 else widened(flat, codec)
+            exchange_(work, split, codec, comm)
+            if work is not flat:
+                flat.copy_(work)
             return
         with fed_back(flat, residual) as work:
             if self.whiten:

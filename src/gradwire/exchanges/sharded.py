@@ -21,6 +21,7 @@ from gradwire.exchanges.base import Comm, Exchange
 from gradwire.exchanges.bucket import Bucket, Segment
 from gradwire.exchanges.coded import Coded
 from gradwire.exchanges.exact import Exact, Noop
+from gradwire.exchanges.feedback import widened
 from gradwire.exchanges.plan import Part, decode_part_, encode_part, joined, keep_loss_
 from gradwire.exchanges.reference import Reference, kept
 from gradwire.kernels.memory import empty
@@ -117,7 +118,7 @@ def scatter_(
         residual: With feedback, (size, n) in float32: added to `rows` first, then what the encoding of each row has
             lost. If the sum of any row is not finite it stays as it was, on all ranks.
     """
-    work = rows if residual is None else _sum(rows, residual)
+    work = widened(rows, coded.codec) if residual is None else _sum(rows, residual)
     whole, own = coded.plan(bucket, 1), comm.rank
     (part,), wires = whole.parts, empty((comm.size, whole.wire_bytes), torch.uint8, rows.device)
     others = [rank for rank in range(comm.size) if rank != own]
@@ -147,8 +148,7 @@ def _keep_lost_(
         for start, numel in part.exempt:
             row.narrow(0, start, numel).zero_()
     finite = comm.all_gather(torch.isfinite(out).all().to(torch.int32).reshape(1))  # a rank has seen its own sum only
-    residual.nan_to_num_(0.0, 0.0, 0.0)  # inf would stay for ever
-    torch.where(finite.all(), lost, residual, out=residual)
+    torch.where(finite.all(), lost, residual, out=residual).nan_to_num_(0.0, 0.0, 0.0)  # inf would stay for ever
 
 
 def _sum(rows: Tensor, residual: Tensor) -> Tensor:
@@ -162,11 +162,15 @@ def gather_(coded: Coded, rows: Tensor, bucket: Bucket, comm: Comm) -> None:
 
     So all ranks hold the same bits for the same parameter, the owner among them.
     """
-    whole = coded.plan(bucket, 1)
+    whole, work = coded.plan(bucket, 1), widened(rows[comm.rank], coded.codec)
     (part,), wires = whole.parts, comm.rows(whole.wire_bytes, torch.uint8, rows.device)
-    encode_part(coded.codec, rows[comm.rank], part, wires[comm.rank])
+    encode_part(coded.codec, work, part, wires[comm.rank])
     for row, wire in zip(rows, comm.all_gather_(wires), strict=True):
-        decode_part_(coded.codec, row, part, wire)
+        if work.dtype == row.dtype:
+            decode_part_(coded.codec, row, part, wire)
+        else:
+            decode_part_(coded.codec, work, part, wire)
+            row.copy_(work)
 
 
 def _seeded(coded: Coded, bucket: Bucket, rank: int, row: int) -> Codec:

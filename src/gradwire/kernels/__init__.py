@@ -18,6 +18,8 @@ from torch import Tensor, bfloat16, compiler, device, float16, float32, nn  # `i
 from gradwire.kernels.batch import Batch
 from gradwire.kernels.torch import fp8, half, int8, levels, low_rank, sign, topk, whiten
 
+__all__ = ["in_use"]
+
 log = logging.getLogger("gradwire")
 
 
@@ -66,7 +68,18 @@ def batched(family: str, tensor: Tensor, *how: Any) -> Batch | None:
 
 
 def in_use(where: device) -> str:
-    """The name of the kernels that work on float32 tensors of a device: `numba`, `triton` or `torch`."""
+    """The name of the kernels that work on float32 tensors of a device.
+
+    Args:
+        where: The device.
+
+    Returns:
+        `numba`, `triton` or `torch`.
+
+    Examples:
+        >>> gradwire.kernels.in_use(torch.device("cpu"))
+        'numba'
+    """
     if where.type == "cpu" and _numba is not None:
         return "numba"
     return "triton" if where.type in TRITON_DEVICES and load_triton() is not None else "torch"

@@ -7,6 +7,7 @@ reduce-scatter is waited for at the end of the backward pass, unless FSDP2 reads
 """
 
 import itertools
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -175,6 +176,7 @@ class _Backward:
 
     def finish(self) -> None:
         """Wait for everything that is under way."""
+        self._waits_at = NO_BACKWARD  # of a model with several roots, the next one may begin at the end of the pass
         self._wait(0)
         while self._averages:
             average, hook = self._averages.pop(0), self._hook()
@@ -216,7 +218,7 @@ class _Slot:
         """Replace the unit's own collectives."""
         module = self._unit.module
         module.set_custom_all_gather(Gather(self.gather, self._own_gather))
-        module.set_custom_reduce_scatter(Scatter(self.scatter, self._own_scatter))
+        module.set_custom_reduce_scatter(Scatter(self.scatter, self._own_scatter, self._result_type))
         if self._hook.replicas is not None:
             module.set_all_reduce_hook(self._average)
         self._undo = self._unit.before_reduction(self._before)
@@ -269,6 +271,15 @@ class _Slot:
         if not late:
             self._backward.finish()  # FSDP2 may add to a result that is not there yet
         hook.blocked("gradients", lambda: run().wait())
+
+    def _result_type(self, dtype: torch.dtype) -> torch.dtype:
+        """The type of the result of a reduction in `dtype`. A codec adds up in float32 anyhow.
+
+        A result in the type of the parameters needs no conversion, so that nobody reads it before the end of the
+        backward pass.
+        """
+        wider = dtype == torch.bfloat16 and isinstance(self._hook.exchange, Coded)
+        return torch.float32 if wider and self._unit.params[0].orig_dtype == torch.float32 else dtype
 
     def _is_late(self, reduced: Tensor) -> bool:
         """Whether the reduced gradients are first read at the end of the backward pass."""
@@ -336,7 +347,20 @@ class Gather(Comm):
 
 
 class Scatter(Comm):
-    """Stands in for FSDP2's reduce-scatter."""
+    """Stands in for FSDP2's reduce-scatter. `result_type` gives the type of the result, by that of the gradients."""
+
+    def __init__(
+        self, run: Callable[..., Any], own: Any, result_type: Callable[[torch.dtype], torch.dtype] = lambda dtype: dtype
+    ) -> None:
+        super().__init__(run, own)
+        self._result_type = result_type
+        self._before = 0
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for the gradients, and then for the result, which is smaller."""
+        numel, before = math.prod(size), self._before
+        self._before = numel
+        return super().allocate(size, dtype=self._result_type(dtype) if numel < before else dtype, device=device)
 
     def __call__(
         self,
@@ -347,6 +371,7 @@ class Scatter(Comm):
         async_op: bool = False,
     ) -> None:
         """Reduce-scatter, and wait for the result."""
+        self._before = 0
         self.run(output_tensor, input_tensor, group, op)
 
 

@@ -48,7 +48,7 @@ def _kernels(block: int, kept: int) -> tuple[Any, Any]:
     @jit
     def decode(out, places, patterns, alpha):
         for n in range(places.size):
-            at = U64((n // kept) * block) + U64(places[n])
+            at = U64((n // kept) * block) + (U64(places[n]) & U64(block - 1))
             if at < U64(out.size):
                 out[at] += float_of(U32(U32(patterns[n]) << U32(16))) * alpha
 

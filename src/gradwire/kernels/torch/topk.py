@@ -25,7 +25,8 @@ def decode_(out: Tensor, wire: Tensor, block: int, kept: int, alpha: float, add:
     places, bits = parts_of(wire, count, kept)
     empty = -0.0 if add else 0.0  # adding -0 changes nothing, not even a -0
     dense = torch.full((count, block), empty, dtype=torch.float32, device=wire.device)
-    dense.scatter_(1, places.view(count, kept).to(torch.int64), (bits.float() * alpha).view(count, kept))
+    inside = places.view(count, kept).to(torch.int64) & (block - 1)  # of a damaged wire too: a GPU would abort
+    dense.scatter_(1, inside, (bits.float() * alpha).view(count, kept))
     values = dense.view(-1).narrow(0, 0, out.numel())
     return out.add_(values) if add else out.copy_(values + 0.0)
 
