@@ -45,12 +45,24 @@ HOMES = {
     "codec": "codecs",
     "exchange": "exchanges",
     "hsdp": "models.register",
-    "log": "engine.metrics",
+    "log": "engine.log",
     "make_bucket": "exchanges",
     "register": "models.register",
 }
 """By public name, the module that has it: imported at the first use of the name, as torch takes seconds to load."""
-SUBMODULES = ("advisor", "codecs", "ddp_comm_hooks", "errors", "exchanges", "kernels", "optim", "report", "testing")
+SUBMODULES = (
+    "advisor",
+    "codecs",
+    "ddp_comm_hooks",
+    "errors",
+    "exchanges",
+    "integrations",
+    "kernels",
+    "metrics",
+    "optim",
+    "report",
+    "testing",
+)
 """Imported in the same way, as in `gradwire.optim.step_in_backward`."""
 
 if TYPE_CHECKING:
@@ -59,13 +71,15 @@ if TYPE_CHECKING:
     from gradwire import ddp_comm_hooks as ddp_comm_hooks
     from gradwire import errors as errors
     from gradwire import exchanges as exchanges
+    from gradwire import integrations as integrations
     from gradwire import kernels as kernels
+    from gradwire import metrics as metrics
     from gradwire import optim as optim
     from gradwire import report as report
     from gradwire import testing as testing
     from gradwire.codecs import Codec, codec
     from gradwire.engine.hook import Hook
-    from gradwire.engine.metrics import log
+    from gradwire.engine.log import log
     from gradwire.engine.stats import Stats
     from gradwire.engine.verify import Verification
     from gradwire.engine.watch import Watched

@@ -13,6 +13,8 @@ Each message says what was wrong, what is allowed and what to do.
 import difflib
 from collections.abc import Iterable
 
+__all__ = ["ExchangeError", "GradwireError", "RegisterError", "SpecError", "StateError", "VerifyError"]
+
 CLOSED = (
     "this hook is closed; to continue training build DDP and register again, and call what needs the other ranks "
     "(verify, switch) before closing"

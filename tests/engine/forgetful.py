@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ EXIT_CODES = {"nothing": 0, "destroy": 0, "in flight": 0, "raise": 5, "err": 1, 
 
 
 def main(rank: int, size: int, store: str, ending: str) -> None:
+    warnings.simplefilter("error")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
     model = DDP(torch.nn.Linear(64, 64))

@@ -48,12 +48,13 @@ def test_every_flipped_bit_is_found(ranks: Ranks) -> None:
         place, flip = place % bits.numel(), 1 << bit % 8
         if ranks.rank == victim:
             bits[place] ^= flip
-        trial.hook.guard.on_step()
-        text = raised(VerifyError, trial.hook.guard.on_step)
+        (guard,) = trial.hook.observers
+        guard.on_step()
+        text = raised(VerifyError, guard.on_step)
         assert f"rank {victim} differs from the others in 1 of 6 parameters, first {names[which]!r}" in text
         if ranks.rank == victim:
             bits[place] ^= flip
-        trial.hook.guard._asked = None
+        guard._asked = None
 
 
 @on_ranks(2, specs=("int8",))

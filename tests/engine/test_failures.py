@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -16,11 +18,13 @@ from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradwire
+from gradwire.engine.lanes import Lanes
 from gradwire.exchanges.base import Comm
 from gradwire.testing import RankFailed, spawn_ranks
 
 from ..kit import models
 from ..kit.failing import Failing
+from ..kit.forked import run_programs
 from ..kit.models import batch, seeded
 from ..kit.ranks import Ranks, on_ranks
 from ..kit.trial import raised, train
@@ -150,20 +154,36 @@ def test_an_error_in_user_code_reaches_the_others(guilty: int, tmp_path: Path) -
 
 def outputs(endings: Sequence[str], folder: Path) -> list[str]:
     """What programs with these endings print, one rank each, after they have ended with the exit codes they should."""
-    command = [sys.executable, "-W", "error", forgetful.__file__]
-    programs = [
-        subprocess.Popen(
-            [*command, str(rank), str(len(endings)), str(folder / "store"), ending],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank, ending in enumerate(endings)
-    ]
+    store = str(folder / "store")
+    ended = run_programs(
+        *([forgetful.__file__, str(rank), str(len(endings)), store, ending] for rank, ending in enumerate(endings))
+    )
+    assert [code for code, *_ in ended] == [forgetful.EXIT_CODES[ending] for ending in endings], ended
+    return [out + err for _, out, err in ended]
+
+
+def test_a_store_that_does_not_answer_is_given_up() -> None:
+    """The store of a stopped process, or behind a cut link: torch waits for its answer without a limit."""
+    script = (
+        "import torch.distributed as d, time; s = d.TCPStore('localhost', 0, is_master=True, wait_for_workers=False)"
+    )
+    server = subprocess.Popen(
+        [sys.executable, "-c", f"{script}; print(s.port, flush=True); time.sleep(600)"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     try:
-        output = [program.communicate(timeout=240)[0] for program in programs]
+        assert server.stdout is not None
+        store = dist.TCPStore("localhost", int(server.stdout.readline()), timeout=timedelta(seconds=60))
+        lanes = Lanes(store, 1, 3, timedelta(seconds=60), "cut")
+        assert lanes.peer_error() == ""
+        assert not lanes.cut_off
+        server.send_signal(signal.SIGSTOP)
+        assert lanes.peer_error() == ""
+        assert lanes.missing(0.0) == [0, 2]
+        assert lanes.cut_off
+        lanes.publish_error("nobody will read this")
     finally:
-        for program in programs:
-            program.kill()
-    assert [program.returncode for program in programs] == [forgetful.EXIT_CODES[ending] for ending in endings], output
-    return output
+        server.kill()
+        server.wait()
+        server.stdout.close()  # type: ignore[union-attr]

@@ -44,6 +44,17 @@ def test_what_is_due_is_due_until_every_chunk_is_paid():
     assert residuals.of(bucket).tolist() == [0, 0]
 
 
+def test_what_was_applied_in_a_bucket_of_before_is_not_dropped_again():
+    """DDP cuts its buckets anew while a residual from before a switch is applied, and feedback comes back later."""
+    residuals, yes = Residuals(), torch.tensor(True)
+    before, after = (make_bucket([torch.zeros(2)] * 2, names) for names in (["a", "b"], ["b", "a"]))
+    residuals.of(before)
+    for bucket in (before, after):
+        residuals.pending(bucket)[1].append(yes)
+    residuals.of(after).fill_(5)
+    assert residuals.copies().keys() == {"a", "b"}
+
+
 def test_a_residual_of_another_size_is_refused():
     residuals = Residuals()
     residuals.load({"a": torch.ones(3)})

@@ -277,6 +277,7 @@ def test_threads_start_when_jobs_need_them():
         at_once = len(runner._threads)
         gate.set()
         future.wait()
+        runner.run(lambda comm: comm.all_reduce_(torch.zeros(1)))  # the other rank has connected, too
         runner.close()
         return one_by_one, at_once
 

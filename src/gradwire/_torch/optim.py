@@ -26,6 +26,11 @@ def at_end_of_backward(run: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(run)
 
 
+def at_the_very_end(run: Callable[[], None]) -> None:
+    """Call `run` when this backward pass ends, after DDP's own callback, which is queued later than ours."""
+    at_end_of_backward(lambda: at_end_of_backward(run))
+
+
 # -- optimizers ------------------------------------------------------------------------------------------------------
 
 

@@ -18,9 +18,9 @@ import torch
 
 from gradwire._torch import GradBucket
 from gradwire._torch.ddp import drop_precision_hook, free_low_precision, is_ignored, use_full_precision
+from gradwire._torch.optim import at_the_very_end
 from gradwire.ddp_comm_hooks._group import EXACT, average, check_bucket
 from gradwire.models.ddp import from_ddp
-from gradwire.optim.in_backward import at_the_very_end
 
 __all__: list[str] = []
 

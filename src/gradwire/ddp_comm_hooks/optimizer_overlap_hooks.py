@@ -20,12 +20,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire._torch import GradBucket
 from gradwire._torch.ddp import averaged_params, skip_late_registration
-from gradwire._torch.optim import has_optimizers_in_backward, step_in_backward
+from gradwire._torch.optim import at_the_very_end, has_optimizers_in_backward, step_in_backward
 from gradwire.ddp_comm_hooks._group import EXACT, AnyHook, average, check_bucket, grads_in, hook_of
 from gradwire.errors import RegisterError
 from gradwire.exchanges.base import Comm
 from gradwire.models.ddp import from_ddp
-from gradwire.optim.in_backward import at_the_very_end, in_backward
+from gradwire.optim.in_backward import in_backward
 
 __all__: list[str] = []
 

@@ -33,11 +33,13 @@ _calls: "weakref.WeakKeyDictionary[Any, Iterator[int]]" = weakref.WeakKeyDiction
 
 
 def texts_of(group: dist.ProcessGroup, text: str) -> list[str]:
-    """The texts of all ranks, of any length, through the store of the group. Nothing is unpickled, unlike in
-    `dist.all_gather_object`."""
+    """The texts of all ranks, of any length, through the store of the group.
+
+    Unlike `dist.all_gather_object` it unpickles nothing.
+    """
     store, call = store_of(group), next(_calls.setdefault(group, itertools.count()))
     store.set(f"gradwire/texts/{call}/{group.rank()}", text)
-    return [store.get(f"gradwire/texts/{call}/{rank}").decode() for rank in range(group.size())]
+    return [store.get(f"gradwire/texts/{call}/{rank}").decode(errors="replace") for rank in range(group.size())]
 
 
 def agree(run: Run, what: str, text: str, device: torch.device) -> None:

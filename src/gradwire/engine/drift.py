@@ -13,9 +13,11 @@ from torch import Tensor
 from torch.futures import Future
 
 from gradwire.engine.fingerprint import fingerprint
+from gradwire.engine.observers import Observer
 from gradwire.engine.runner import Runner
 from gradwire.errors import ExchangeError, SpecError, VerifyError
 from gradwire.exchanges.base import Comm
+from gradwire.exchanges.bucket import Bucket
 
 SMALL = 4096
 """Parameters of fewer values are looked at together."""
@@ -37,13 +39,13 @@ class Watched(Protocol):
         """(n,) on each rank -> (size, n)."""
 
 
-def check_interval(every: object) -> None:
-    """Raise SpecError unless `every` is a number of steps."""
+def check_interval(name: str, every: object) -> None:
+    """Raise SpecError unless `every`, the argument of this name, is a number of steps."""
     if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-        raise SpecError(f"check_every must be a whole number of steps of at least 1, or None; got {every!r}")
+        raise SpecError(f"{name} must be a whole number of steps of at least 1, or None; got {every!r}")
 
 
-class DriftGuard:
+class DriftGuard(Observer):
     """Compares the parameters of all ranks every so many steps, and raises VerifyError on all ranks if they differ."""
 
     def __init__(self, hook: Watched, every: int) -> None:
@@ -51,6 +53,11 @@ class DriftGuard:
         self._asked: tuple[int, Tensor, Future[Tensor]] | None = None
         self._same_at = 0
         """The last step before which all ranks held the same parameters."""
+
+    def before_mean(self, bucket: Bucket, first: bool) -> None:
+        """Only the beginning of a step matters."""
+        if first:
+            self.on_step()
 
     def on_step(self) -> None:
         """Compare what was exchanged in the step before, and exchange again if it is time."""

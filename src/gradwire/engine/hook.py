@@ -14,6 +14,7 @@ from gradwire import kernels
 from gradwire.engine import checkpoint
 from gradwire.engine.agreement import agree, agree_on_each
 from gradwire.engine.fingerprint import fingerprint
+from gradwire.engine.observers import GradNorm, Observer, norm_of
 from gradwire.engine.residuals import Residuals
 from gradwire.engine.runner import Job, Runner
 from gradwire.engine.stats import Stats
@@ -30,6 +31,7 @@ from gradwire.version import __version__
 
 Scale = Callable[[], float] | None
 """Gives a last factor for the mean, when the exchange is done."""
+NO_STEPS = "{what} needs to see the steps, which DDP's compiled reducer hides; leave it out"
 
 
 class Pilot(Protocol):
@@ -45,17 +47,15 @@ class Pilot(Protocol):
         """A bucket of local gradients has arrived."""
 
 
-class Guard(Protocol):
-    """Looks at the model when a step begins: see `gradwire.engine.drift`."""
-
-    def on_step(self) -> None:
-        """A step begins. It may raise, on all ranks together."""
-
-
 class Hook:
     """Averages buckets over the ranks of one group: what `gradwire.register` returns.
 
     Call `switch`, `verify`, `state_dict(merged=True)` and `close` on all ranks together, between steps.
+
+    Examples:
+        >>> hook = gradwire.register(model, "int8")
+        >>> ...  # train
+        >>> hook.stats().wait_s, hook.verify()
     """
 
     can_pack_residuals: ClassVar[bool] = False
@@ -86,14 +86,10 @@ class Hook:
         self.rank, self.size, self.device = rank, size, device
         self.runner = runner
         self.layouts: dict[int, tuple[Segment, ...]] = {}
-        self.after_mean: Callable[[Bucket], None] | None = None
-        """Called with every averaged bucket, before DDP gets it, in a thread of the engine: see `gradwire.optim`."""
-        self.before_mean: Callable[[Bucket, bool], None] | None = None
-        """Called with every bucket that arrives, in the thread that runs backward, and whether it opens a step."""
+        self.observers: list[Observer] = []
+        """Called with every bucket, before and after it is averaged, in this order."""
         self.pilot: Pilot | None = None
         """Chooses the exchange, if the spec is `auto`."""
-        self.guard: Guard | None = None
-        """Compares the replicas every so many steps: see `drift.py`."""
         self.watch: Watch | None = None
         """Compares some steps with the exact mean, if `register` was called with `watch`."""
         self._chunk_bytes = chunk_bytes
@@ -106,6 +102,7 @@ class Hook:
         self._unused = unused
         self._residuals = Residuals()
         self._memory: Memory = {}
+        self._norm: GradNorm | None = None
         self._steps = Steps()
         self._close = weakref.finalize(self, runner.close)
         self._close.atexit = False  # the runner closes itself at exit
@@ -124,10 +121,8 @@ class Hook:
             if self.watch is not None:
                 self.watch.begin(self.steps, str(self.exchange))
         self.layouts[bucket.index] = bucket.segments
-        if self.before_mean is not None:
-            self.before_mean(bucket, first)
-        if first and self.guard is not None:
-            self.guard.on_step()
+        for observer in self.observers:
+            observer.before_mean(bucket, first)
         return first
 
     def opens_step(self, bucket: Bucket) -> bool:
@@ -147,12 +142,12 @@ class Hook:
         step = max(self.steps - 1, 0) if step is None else step
         moment_of = self.moments.for_bucket(step) if self.moments and self.exchange.reads_optimizer else None
         bucket = dataclasses.replace(bucket, step=step, memory=self._memory, moment_of=moment_of)
-        after = None if self.after_mean is None else lambda: self._finish(bucket)
+        after = (lambda: self._finish(bucket)) if self.observers else None
         jobs = self._jobs(bucket, scale)
         if self.watch is not None and self.watch.due and scale is None and not bucket.flat.is_sparse:
             jobs, after, sample = self.watch.add(bucket, jobs, after)
             self.runner.adopt([sample])
-        return self.runner.submit(jobs, bucket.flat, after, what=f"step {step + 1}")
+        return self.runner.submit(jobs, bucket.flat, after, what=f"step {step + 1}, bucket {bucket.index}")
 
     def _jobs(self, bucket: Bucket, scale: Scale) -> list[Job]:
         """What averages a bucket: one job per chunk, each with its part of the residual."""
@@ -173,8 +168,8 @@ class Hook:
         return [_job(exchange, chunk, None, scale) for chunk in chunks]
 
     def _finish(self, bucket: Bucket) -> None:
-        if self.after_mean is not None:
-            self.after_mean(bucket)
+        for observer in self.observers:
+            observer.after_mean(bucket)
 
     def try_out(self, bucket: Bucket, residual: Tensor | None = None) -> None:
         """Average a bucket in place and wait for it, as after the warm-up. It leaves state and statistics alone.
@@ -223,6 +218,44 @@ class Hook:
             return ()
         self.watch.finish(str(self.exchange))
         return tuple(self.watch.records)
+
+    def grad_norm(self) -> Tensor:
+        """The norm of all averaged gradients of the last step, as `torch.nn.utils.get_total_norm` computes it.
+
+        Call it between `backward()` and anything that changes the gradients. The first call reads all gradients. From
+        then on the engine adds up the norm of each bucket as soon as it is averaged, beside the backward pass, so that
+        clipping needs no pass of its own. It does not wait for an accelerator.
+
+        Returns:
+            One number, on the device of the model; the same on all ranks that average with the same kernels. With a
+            `GradScaler` it is multiplied by the loss scale, as the gradients are. With `noop` it is that of this rank.
+
+        Raises:
+            RegisterError: Under DDP's compiled reducer, before the first step, or if the first call comes when the
+                gradients are gone already.
+
+        Examples:
+            >>> loss.backward()
+            >>> torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, hook.grad_norm())
+        """
+        if self.traced:
+            raise RegisterError(NO_STEPS.format(what="grad_norm"))
+        if self._norm is not None:
+            return self._norm.total()
+        self._norm = GradNorm()
+        self.observers.append(self._norm)
+        params = [segment.param for segments in self.layouts.values() for segment in segments]
+        grads = [param.grad for param in params if param.grad is not None]
+        if not grads:
+            raise RegisterError(
+                "there are no gradients to read the norm of: no step was averaged yet, or step_in_backward has freed "
+                "them; hook.grad_norm() works from the next step on"
+            )
+        return norm_of(grads)
+
+    def residual_norm(self) -> Tensor | None:
+        """The norm of what error feedback keeps on this rank; None if it keeps nothing. Between steps."""
+        return self._residuals.norm()
 
     @property
     def steps(self) -> int:
@@ -322,12 +355,20 @@ class Hook:
         self._memory = memory
         self._steps = Steps(step)
 
+    def kept_of(self, names: Iterable[str]) -> tuple[dict[str, Tensor], Memory]:
+        """Copies of the residuals and of the exchange's memory of some parameters, none of them in a job under way."""
+        kept, names = self._residuals.by_param, list(names)
+        memory = {name: self._memory[name] for name in names if name in self._memory}
+        return {name: kept[name].clone() for name in names if name in kept}, checkpoint.copy_of(memory, None)
+
     def scale_state(self, factor: float) -> None:
         """Multiply all residuals, when the unit of the gradients changes: by new loss scale / old loss scale, say."""
         self._residuals.scale_(factor)
 
     def close(self) -> None:
         """End threads and connections. The model cannot train on afterwards, as DDP cannot remove a hook."""
+        for observer in list(self.observers):
+            observer.on_close()
         self._close()
 
     @property

@@ -18,10 +18,11 @@ from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.profiler import record_function
 
 from gradwire._torch import PrefixStore, Store, sparse_parts
 from gradwire.engine.gloo import new_group
@@ -55,6 +56,9 @@ slow_link: ContextVar[Hold | None] = ContextVar("slow_link", default=None)
 POLL_S = 0.02
 SURVIVORS_S = 1.0
 """How long a rank waits for the others to say that they have failed too. Those that do not are named."""
+STORE_S = 1.5
+"""How long it waits for the store, which does not answer if this rank is cut off from the network."""
+T = TypeVar("T")
 
 
 class GroupComm:
@@ -77,6 +81,8 @@ class GroupComm:
         """The name of the collective that was requested last, for error messages."""
         self.levels: tuple[GroupComm, ...] = ()
         """The collectives inside the node and across the nodes, if the engine was opened with levels."""
+        self.ranges: Ranges | None = None
+        """While a profiler is active: the ranges of the job in its trace."""
         self._run, self._hold = run, hold
 
     def all_reduce_(self, tensor: Tensor) -> Tensor:
@@ -119,13 +125,53 @@ class GroupComm:
         if self.traffic.first_s is None:
             self.traffic.first_s = time.perf_counter()
         lane, self.used, self.collective = self.used, self.used + 1, name
+        if self.ranges is not None:
+            self.ranges.begin(f"wire ({name} on lane {lane})")
         queue_s, wire_s = self._run(lane, issue)
         if self._hold is not None:
             wire_s += self._hold(name, self.size, moved_bytes, wire_s)
+        if self.ranges is not None:
+            self.ranges.begin("decode")
         self.traffic.queue_s += queue_s
         self.traffic.wire_s += wire_s
         self.traffic.sent_bytes += moved_bytes
         self.traffic.received_bytes += moved_bytes
+
+
+class Ranges:
+    """The phases of one job in a trace of `torch.profiler`: encode, then wire and decode for each collective."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self._open: record_function | None = None
+
+    def begin(self, phase: str) -> None:
+        """The phase before is over."""
+        self.end()
+        self._open = record_function(f"gradwire {phase}: {self._where}")
+        self._open.__enter__()
+
+    def end(self) -> None:
+        """The job is over."""
+        if self._open is not None:
+            self._open.__exit__(None, None, None)
+        self._open = None
+
+
+def profiled(job: Callable[[Any], None], where: str) -> Callable[[Any], None]:
+    """The job, with ranges for an active profiler. `where` names it, such as "step 5, bucket 0, chunk 2"."""
+
+    def run(comm: GroupComm) -> None:
+        ranges = Ranges(where)
+        for part in (comm, *comm.levels):
+            part.ranges = ranges
+        ranges.begin("encode")
+        try:
+            job(comm)
+        finally:
+            ranges.end()
+
+    return run
 
 
 class Lane:
@@ -214,6 +260,10 @@ class Lanes:
         self._levels: tuple[Lanes, ...] = ()
         self._made: dict[Levels, tuple[Lanes, ...]] = {}
         self.broken = False
+        self.cut_off = False
+        """Whether the store did not answer in time. Nobody asks it again."""
+        self.patience_s = SURVIVORS_S
+        """How long an error waits until it is clear who is to blame."""
 
     def split(self, levels: Levels | None, next_ticket: int) -> None:
         """Use the lanes of both levels from the next ticket on, made if they are not there yet. All ranks together."""
@@ -252,7 +302,7 @@ class Lanes:
             absent: list[int] = []
             with suppress(RuntimeError):  # the store is gone too
                 absent = [rank for rank in range(self.size) if not store.check([f"here/{rank}"])]
-            missing = self.missing(0.0 if absent else SURVIVORS_S)
+            missing = self.missing(0.0 if absent else self.patience_s)
             who = ", ".join(map(str, absent or missing)) or "unknown"
             raise ExchangeError(
                 f"rank {self.rank} could not connect to the others: rank {who} did not come within "
@@ -292,28 +342,47 @@ class Lanes:
 
     def publish_error(self, text: str) -> None:
         """Leave a message for the other ranks in the store."""
-        with suppress(RuntimeError):  # the store died with its rank: the closed connections must do
-            self._store.set("error", f"rank {self.rank}: {text}")
+        self._ask(lambda: self._store.set("error", f"rank {self.rank}: {text}"), None)
 
     def peer_error(self) -> str:
         """The message that another rank left before it closed its lanes; empty if there is none."""
-        try:
-            return self._store.get("error").decode() if self._store.check(["error"]) else ""
-        except RuntimeError:
-            return ""
+        return self._ask(self._read_error, "")
+
+    def _read_error(self) -> str:
+        return self._store.get("error").decode(errors="replace") if self._store.check(["error"]) else ""
 
     def missing(self, wait_s: float) -> list[int]:
         """The ranks that do not say within this time that they have failed too: they are gone, or stuck."""
         others = [rank for rank in range(self.size) if rank != self.rank]
+        lost = others if self.cut_off or 0 not in others else [0]  # a store nearly always dies with rank 0
+        found = self._ask(lambda: self._silent(others, wait_s), lost, wait_s + STORE_S)
+        return others if self.cut_off else found
+
+    def _silent(self, others: list[int], wait_s: float) -> list[int]:
         until_s = time.monotonic() + wait_s
-        try:
-            self._store.set(f"failed/{self.rank}", "")
-            while others and time.monotonic() < until_s:
-                others = [rank for rank in others if not self._store.check([f"failed/{rank}"])]
-                time.sleep(POLL_S)
-        except RuntimeError:  # the store died with its rank, which is nearly always rank 0
-            return [0] if 0 in others else others
+        self._store.set(f"failed/{self.rank}", "")
+        while others and time.monotonic() < until_s:
+            others = [rank for rank in others if not self._store.check([f"failed/{rank}"])]
+            time.sleep(POLL_S)
         return others
+
+    def _ask(self, question: Callable[[], T], otherwise: T, wait_s: float = STORE_S) -> T:
+        """What the store answers, or `otherwise`: it died with its rank, or cannot be reached.
+
+        torch waits without limit for the answer of a store behind a broken link, so a thread asks.
+        """
+        answer: list[T] = []
+
+        def main() -> None:
+            with suppress(RuntimeError):
+                answer.append(question())
+
+        if not self.cut_off:
+            thread = threading.Thread(target=main, name="gradwire-store", daemon=True)
+            thread.start()
+            thread.join(wait_s)
+            self.cut_off = thread.is_alive()
+        return answer[0] if answer else otherwise
 
     def close(self) -> None:
         """Drop the groups. Jobs must have ended."""

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
+from gradwire._torch import is_profiled
 from gradwire.engine.gloo import THREADS
-from gradwire.engine.lanes import SURVIVORS_S, Lanes, Traffic
+from gradwire.engine.lanes import SURVIVORS_S, Lanes, Traffic, profiled
 from gradwire.engine.stats import Stats
 from gradwire.errors import CLOSED, ExchangeError
 from gradwire.exchanges.base import Comm, Levels
@@ -35,9 +36,10 @@ that it has just woken gets neither the GIL nor the core before a whole time sli
 CUT_OFF = "application timeout caused pair closure"
 """gloo's message to threads that wait on a connection which the time limit of another thread has closed."""
 AT_CLOSE_S = 20
-AT_EXIT_S = 1
+AT_EXIT_S = 5
 """How long threads may take to end what is queued. A process must not exit while one is inside torch: the thread would
-return to an interpreter that no longer exists, and abort the process."""
+return to an interpreter that no longer exists, and abort the process ("terminate called without an active exception").
+Nothing ends a collective of gloo that has begun, so a rank whose peers come later than this is still at risk."""
 
 
 class Meter:
@@ -135,7 +137,7 @@ class Runner(Protocol):
     ) -> Future[Tensor]:
         """Run `jobs`, then `after`, and complete the future with `result`; `counted`: in the meter too.
 
-        `what` is where the jobs belong, such as "step 5", for error messages.
+        `what` is where the jobs belong, such as "step 5, bucket 0", for error messages and traces.
         """
 
     def adopt(self, tensors: Iterable[Tensor]) -> None:
@@ -163,10 +165,15 @@ def check_usable(closed: bool, error: BaseException | None) -> None:
 
 
 class _Pending:
-    """A future for several jobs. A callback computes its value: only so does an error reach DDP with its text."""
+    """A future for several jobs, whose tickets begin with `first`.
 
-    def __init__(self, jobs: int, result: Tensor, after: Callable[[], None] | None, counted: bool, what: str) -> None:
-        self.counted, self.what = counted, what
+    A callback computes its value: only so does an error reach DDP with its text.
+    """
+
+    def __init__(
+        self, first: int, jobs: int, result: Tensor, after: Callable[[], None] | None, counted: bool, what: str
+    ) -> None:
+        self.first, self.counted, self.what = first, counted, what
         self._gate: Future[None] = Future()
         self._left = jobs
         self._after = after
@@ -241,7 +248,7 @@ class LaneRunner:
     ) -> Future[Tensor]:
         """Queue the jobs under the next tickets. `after` runs in the thread that ends the last job."""
         self._check_usable()
-        pending, first = _Pending(len(jobs), result, after, counted, what), self._next_ticket
+        pending = _Pending(self._next_ticket, len(jobs), result, after, counted, what)
         with self._lock:
             idle = not self._open
             self._open.add(pending)
@@ -250,7 +257,7 @@ class LaneRunner:
             self._jobs.put((self._next_ticket, job, pending))
             self._next_ticket += 1
         if idle:
-            self.lanes.wait_started(first, KICK_S)
+            self.lanes.wait_started(pending.first, KICK_S)
         return pending.future
 
     def adopt(self, tensors: Iterable[Tensor]) -> None:
@@ -312,6 +319,8 @@ class LaneRunner:
     def _run_one(self, ticket: int, job: Job, pending: _Pending) -> None:
         if self._error is not None:
             raise self._error
+        if is_profiled():
+            job = profiled(job, f"{pending.what}, chunk {ticket - pending.first}")
         began = time.perf_counter()
         comm = self.lanes.comm(ticket)
         try:
@@ -350,10 +359,12 @@ class LaneRunner:
     def _explain(self, error: BaseException) -> ExchangeError:
         """Which rank is to blame for a lost connection, and what it said."""
         text, message = str(error).lower(), self.lanes.peer_error()
-        missing = self.lanes.missing(0.0 if message else SURVIVORS_S)
+        missing = self.lanes.missing(0.0 if message else self.lanes.patience_s)
         who = " or ".join(f"rank {rank}" for rank in missing) or "another rank"
         if message := message or self.lanes.peer_error():
             reason = f"another rank failed ({message})"
+        elif self.lanes.cut_off:
+            reason = f"{who} did not come in time, nor did the store answer: rank {self.lanes.rank} seems to be cut off"
         elif "timed out" in text or CUT_OFF in text:
             reason = f"{who} did not come in time: it is slow or stuck, or did not run this backward pass"
             self.lanes.publish_error(reason)

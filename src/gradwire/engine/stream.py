@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from gradwire._torch import is_profiled
 from gradwire.engine.events import EventMeter
 from gradwire.engine.gloo import TorchGroup
-from gradwire.engine.lanes import GroupComm
+from gradwire.engine.lanes import GroupComm, profiled
 from gradwire.engine.runner import Job, Meter, check_usable
 from gradwire.errors import ExchangeError, RegisterError
 from gradwire.exchanges.base import Levels
@@ -91,8 +92,8 @@ class StreamRunner:
         future = new_future(self._device)
         try:
             with self._side_stream(result):
-                for job in jobs:
-                    self._run_one(job, counted)
+                for chunk, job in enumerate(jobs):
+                    self._run_one(profiled(job, f"{what}, chunk {chunk}") if is_profiled() else job, counted)
                 if after is not None:
                     after()
                 future.set_result(result)

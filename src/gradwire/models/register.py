@@ -64,7 +64,7 @@ def register(
         SpecError: If a spec names an unknown hook or option, or gives an option a value that it cannot take.
         RegisterError: If the model cannot carry the hook, or if the ranks do not request the same one.
 
-    Example:
+    Examples:
         >>> model = DistributedDataParallel(model)
         >>> hook = gradwire.register(model, "int8")
 
@@ -73,7 +73,7 @@ def register(
     """
     check_chunk_bytes(chunk_bytes)
     if check_every is not None:
-        check_interval(check_every)
+        check_interval("check_every", check_every)
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise SpecError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
     plain = uncompiled(model)
@@ -133,7 +133,7 @@ def hsdp(
         SpecError: If a spec is not valid, or if `mesh` is not a 2-D mesh with names.
         RegisterError: If the model cannot carry the hook.
 
-    Example:
+    Examples:
         >>> mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         >>> hook = gradwire.hsdp(model, mesh, units=model.layers, replicas="int4")
     """
@@ -159,8 +159,7 @@ def _register_ddp(model: Any, spec: str | Exchange, options: dict[str, Any], **c
 def _watch(every: int | None, optimizer: Optimizer | None) -> Watch | None:
     if every is None:
         return None
-    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-        raise SpecError(f"watch must be a whole number of steps of at least 1, got {every!r}")
+    check_interval("watch", every)
     return Watch(every, optimizer)
 
 
@@ -172,7 +171,7 @@ def _guarded(hook: Hook, check_every: int) -> Hook:
             raise RegisterError(f"check_every does not go with {hook.exchange} here: {why}; leave it out")
         if hook.size > 1:
             hook.agree("check_every", str(check_every))
-            hook.guard = DriftGuard(hook, check_every)
+            hook.observers.append(DriftGuard(hook, check_every))
     except BaseException:
         hook.close()
         raise

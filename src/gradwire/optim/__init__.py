@@ -3,6 +3,7 @@
 from gradwire.optim.averaging import HierarchicalModelAverager, PeriodicModelAverager, PostLocalSGDOptimizer
 from gradwire.optim.in_backward import StepInBackward, step_in_backward
 from gradwire.optim.local_sgd import DiLoCo, LocalSGD
+from gradwire.optim.members import Shrink
 from gradwire.optim.one_bit import OneBitAdamW
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "OneBitAdamW",
     "PeriodicModelAverager",
     "PostLocalSGDOptimizer",
+    "Shrink",
     "StepInBackward",
     "step_in_backward",
 ]

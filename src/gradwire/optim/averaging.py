@@ -96,7 +96,18 @@ class _Averager(ModelAverager):
 
 
 class PeriodicModelAverager(_Averager):
-    """Averages parameters every `period` steps, from step `warmup_steps` on, over all ranks of the group."""
+    """Averages parameters every `period` steps, from step `warmup_steps` on, over all ranks of the group.
+
+    Args:
+        period: The number of steps between two averages.
+        warmup_steps: The number of first steps without averages.
+        process_group: The ranks that average; None is the world.
+        exchange: How parameters travel. They are rounded themselves: use 16 bits or more.
+
+    Examples:
+        >>> averager = PeriodicModelAverager(4, warmup_steps=100)
+        >>> averager.average_parameters(model.parameters())  # after every step
+    """
 
     def __init__(
         self,
@@ -120,6 +131,16 @@ class HierarchicalModelAverager(_Averager):
 
     At a step that several periods divide, the longest one applies. A group has consecutive ranks. All ranks of
     `process_group` must make the averager together, as it makes process groups.
+
+    Args:
+        period_group_size_dict: By period, the number of consecutive ranks that average, as in `{4: 8, 16: 64}`.
+        warmup_steps: The number of first steps without averages.
+        process_group: All ranks that take part; None is the world.
+        exchange: How parameters travel. They are rounded themselves: use 16 bits or more.
+
+    Examples:
+        >>> averager = HierarchicalModelAverager({4: 2, 16: 4}, warmup_steps=100)
+        >>> averager.average_parameters(model.parameters())  # after every step
     """
 
     def __init__(
@@ -152,7 +173,15 @@ class HierarchicalModelAverager(_Averager):
 
 
 class PostLocalSGDOptimizer(torch.optim.Optimizer):
-    """Steps `optim`, then lets `averager` average its parameters. The averager may be ours or torch's."""
+    """Steps `optim`, then lets `averager` average its parameters. The averager may be ours or torch's.
+
+    Args:
+        optim: The optimizer of each rank.
+        averager: What averages after its steps.
+
+    Examples:
+        >>> optimizer = PostLocalSGDOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), PeriodicModelAverager(4))
+    """
 
     optim: torch.optim.Optimizer
     averager: ModelAverager

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -18,8 +17,9 @@ from torch.optim import Optimizer
 
 from gradwire._torch import version
 from gradwire._torch.ddp import comm_hook_of, skips_unused_buckets
-from gradwire._torch.optim import NO_BACKWARD, at_end_of_backward, backward_id, has_optimizers_in_backward, replace_step
+from gradwire._torch.optim import NO_BACKWARD, at_the_very_end, backward_id, has_optimizers_in_backward, replace_step
 from gradwire.engine.hook import Hook
+from gradwire.engine.observers import Observer
 from gradwire.errors import RegisterError
 from gradwire.exchanges.bucket import Bucket
 from gradwire.optim.parts import STEPS_IN_BACKWARD, Parts, check_optimizer
@@ -47,6 +47,10 @@ def step_in_backward(
     Raises:
         RegisterError: The optimizer cannot be stepped in parts. `optimizer.step()` raises it too, if gradients were
             changed after backward (clipped, unscaled), because the parameters were stepped already.
+
+    Examples:
+        >>> hook = gradwire.register(model, "bf16")
+        >>> gradwire.optim.step_in_backward(model, optimizer, set_to_none=True)
     """
     hook = _hook_of(model)
     check_optimizer(optimizer)
@@ -54,8 +58,13 @@ def step_in_backward(
     return StepInBackward(model, hook, optimizer, set_to_none)
 
 
-class StepInBackward:
-    """What `step_in_backward` returns; `close` goes back to stepping after backward."""
+class StepInBackward(Observer):
+    """What `step_in_backward` returns; `close` goes back to stepping after backward.
+
+    Examples:
+        >>> stepping = gradwire.optim.step_in_backward(model, optimizer)
+        >>> stepping.close()
+    """
 
     def __init__(
         self, model: DistributedDataParallel, hook: Hook, optimizer: Optimizer, set_to_none: bool = False
@@ -79,23 +88,24 @@ class StepInBackward:
             for param in (self._averaged if self._watches_use else ())
             if param.requires_grad
         ]
-        hook.before_mean, hook.after_mean = self._arrived, self._averaged_one
+        hook.observers.append(self)
         if hook.watch is not None:
             hook.watch.optimizer = optimizer
         self._restore = replace_step(optimizer, self._finish, STEPS_IN_BACKWARD)
 
     def close(self) -> None:
         """Step after backward again from the next step on. Call it between steps."""
-        if self.hook.after_mean != self._averaged_one:
+        if self not in self.hook.observers:
             return
-        self.hook.before_mean = self.hook.after_mean = None
+        self.hook.observers.remove(self)
         for handle in self._handles:
             handle.remove()
         self._restore()
 
     # -- in the thread that runs backward ------------------------------------------------------------------------
 
-    def _arrived(self, bucket: Bucket, first: bool) -> None:
+    def before_mean(self, bucket: Bucket, first: bool) -> None:
+        """A bucket has arrived: record it."""
         task, self._task = self._task, backward_id()
         if not self._in_backward:
             return
@@ -139,7 +149,8 @@ class StepInBackward:
 
     # -- in a thread of the engine -------------------------------------------------------------------------------
 
-    def _averaged_one(self, bucket: Bucket) -> None:
+    def after_mean(self, bucket: Bucket) -> None:
+        """A bucket is averaged: step its parameters."""
         if not self._in_backward:
             return
         pairs = self._pairs(bucket)
@@ -207,7 +218,7 @@ def _hook_of(model: object) -> Hook:
 
 
 def _check_alone(model: DistributedDataParallel, hook: Hook) -> None:
-    if hook.after_mean is not None:
+    if any(isinstance(observer, StepInBackward) for observer in hook.observers):
         raise RegisterError("this model is stepped in backward already; call close() of the first one")
     if any(has_optimizers_in_backward(param) for param in model.module.parameters()):
         raise RegisterError(
@@ -218,8 +229,3 @@ def _check_alone(model: DistributedDataParallel, hook: Hook) -> None:
 def in_backward() -> bool:
     """Whether this thread runs a backward pass."""
     return backward_id() != NO_BACKWARD
-
-
-def at_the_very_end(run: Callable[[], None]) -> None:
-    """Call `run` when this backward ends, after DDP's own callback, which is queued later than ours."""
-    at_end_of_backward(lambda: at_end_of_backward(run))

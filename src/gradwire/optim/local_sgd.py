@@ -30,18 +30,20 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from gradwire._torch.optim import has_step_hooks
-from gradwire.errors import RegisterError, SpecError
+from gradwire.errors import ExchangeError, RegisterError, SpecError
 from gradwire.exchanges import Exchange
 from gradwire.exchanges import exchange as exchange_of
 from gradwire.exchanges.base import Comm
 from gradwire.models.ddp import make_hook
+from gradwire.optim.elastic import ElasticRounds, shrinking
 from gradwire.optim.fragments import Fragment, Named, check_parameters, cut, digest, own_group, whole
-from gradwire.optim.rounds import Rounds, Transfer
+from gradwire.optim.members import Shrink
+from gradwire.optim.rounds import Transfer
 
 _active: weakref.WeakKeyDictionary[nn.Module, weakref.ref[LocalSGD]] = weakref.WeakKeyDictionary()
 
 
-class LocalSGD(Rounds):
+class LocalSGD(ElasticRounds):
     """A context manager around an ordinary training loop with a plain module. It counts `optimizer.step()` by itself.
 
     On entering, all ranks start from rank 0's parameters; on leaving, `sync()` makes them equal again. After an error
@@ -55,8 +57,9 @@ class LocalSGD(Rounds):
         fragments: The number of parts of the model that are sent one after the other within a round.
         delay: The number of steps that an exchange may take before its result is applied.
         process_group: The ranks; None is the world.
+        on_failure: "raise", or "shrink" to train on with the ranks that are left: see `Shrink` and docs/elastic.md.
 
-    Example:
+    Examples:
         with LocalSGD(model, optimizer, sync_every=10, exchange="bf16"):
             for x, y in batches:
                 optimizer.zero_grad()
@@ -74,18 +77,22 @@ class LocalSGD(Rounds):
         fragments: int = 1,
         delay: int = 0,
         process_group: dist.ProcessGroup | None = None,
+        on_failure: str | Shrink = "raise",
     ) -> None:
         _check_model(model, optimizer)
+        settings = shrinking(on_failure, process_group)
         named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
         device = check_parameters(named)
         _check_optimizer(named, optimizer)
         _check_schedule(sync_every, fragments, delay, len(named))
         super().__init__(cut(named, fragments), sync_every, delay)
-        self.hook = make_hook(exchange_of(exchange), own_group(process_group), device, params=self.named_globals)
-        self.loaded = False
-        self._optimizer = optimizer
+        self._model, self._optimizer = model, optimizer
         self._counter: RemovableHandle | None = None
-        self._agree(digest(named))
+        if settings is not None:
+            self._prepare(settings, exchange_of(exchange), device, digest(named))
+        else:
+            self.hook = make_hook(exchange_of(exchange), own_group(process_group), device, params=self.named_globals)
+            self._agree(digest(named))
         _active[model] = weakref.ref(self)
 
     # -- the loop ----------------------------------------------------------------------------------------------
@@ -94,8 +101,10 @@ class LocalSGD(Rounds):
         """Start counting. All ranks together."""
         if self.hook.closed or self._counter is not None:
             raise RegisterError(f"{type(self).__name__} can be entered once: make a new one, and load the old state")
-        if self.loaded:
-            self._check_loaded()
+        if self.members is not None:
+            self._join()
+        elif self.loaded:
+            self._check_same()
         else:
             self._copy_from_rank_0()
         self._counter = self._optimizer.register_step_post_hook(lambda *_: self._count())
@@ -109,16 +118,30 @@ class LocalSGD(Rounds):
             if error is not None:
                 self.hook.runner.give_up(error)
             else:
-                self.sync()
+                self._end()
         finally:
             self.close()
+
+    def _end(self) -> None:
+        joins = self.members and self.members.joins
+        self.sync()
+        if self.members is None:
+            return
+        if self.members.joins != joins:
+            raise ExchangeError(
+                f"the other ranks went on without this one at the end; its state is of step {self.steps}"
+            )
+        self.members.leave(ended=self.steps)
 
     def sync(self) -> None:
         """Apply all averages in flight and average what changed since. All ranks then hold the same parameters.
 
         All ranks together, between steps. Fragments that were sent at this step are not sent again.
         """
+        joins = self.members and self.members.joins
         self._apply(self.transfers)
+        if self.members and self.members.joins != joins:
+            return  # left out, and back: with the state of the others, who are somewhere else
         for fragment in self.fragments:
             if self.sent_at[fragment.index] != self.steps:
                 self._send(fragment)
@@ -130,6 +153,8 @@ class LocalSGD(Rounds):
             self._counter.remove()
         self.transfers = []
         self.hook.close()
+        if self.members is not None:
+            self.members.leave()
 
     def _count(self) -> None:
         self.steps += 1
@@ -137,6 +162,8 @@ class LocalSGD(Rounds):
             if self.steps % self.sync_every == self._offset(fragment):
                 self._send(fragment)
         self._apply([transfer for transfer in self.transfers if transfer.arrives_at <= self.steps])
+        if self._admits:
+            self._admit()
 
     def _offset(self, fragment: Fragment) -> int:
         """The step within a round at which a fragment is sent; for the last fragment it is the end of the round."""
@@ -149,17 +176,19 @@ class LocalSGD(Rounds):
         values = fragment.views(self.globals[fragment.index])
         for view, value, param in zip(fragment.views(delta), values, fragment.params, strict=True):
             view.copy_(value.to(param.dtype)).sub_(param)
-        bucket = fragment.bucket(delta)
-        self.hook.begin(bucket)
+        self.hook.begin(fragment.bucket(delta))
         at_start = [param.detach().clone() for param in fragment.params] if self.delay else []
-        self.transfers.append(Transfer(fragment, self.steps + self.delay, delta, self.hook.mean(bucket), at_start))
+        transfer = Transfer(fragment, self.steps + self.delay, delta, None, at_start)
+        self._submit(transfer)
+        self.transfers.append(transfer)
         self.last_sent, self.sent_at[fragment.index] = fragment.index, self.steps
 
     @torch.no_grad()
     def _apply(self, transfers: Sequence[Transfer]) -> None:
         """Steps 3 and 4, in the order in which the fragments were sent."""
         for transfer in list(transfers):
-            self._wait(transfer)
+            if not self._settle(transfer):
+                return
             fragment, values = transfer.fragment, self.globals[transfer.fragment.index]
             self._outer_step_(fragment, values, transfer.mean)
             for place, (param, view) in enumerate(zip(fragment.params, fragment.views(values), strict=True)):
@@ -205,11 +234,6 @@ class LocalSGD(Rounds):
             self.hook.close()
             raise
 
-    def _check_loaded(self) -> None:
-        if self.hook.size > 1:
-            self.hook.agree("step of a checkpoint", str(self.steps))
-            self.hook.agree("global values", self._fingerprint())
-
     def _copy_from_rank_0(self) -> None:
         """As DDP does."""
         for fragment, values in zip(self.fragments, self.globals, strict=True):
@@ -230,6 +254,10 @@ class DiLoCo(LocalSGD):
         delay: By default 1, so that communication and computation overlap for one step (0 if `sync_every` is 1).
 
     The other arguments are those of `LocalSGD`.
+
+    Examples:
+        >>> with DiLoCo(model, optimizer, sync_every=50, exchange="int4:feedback=true"):
+        ...     train(model, optimizer)
     """
 
     def __init__(
@@ -244,6 +272,7 @@ class DiLoCo(LocalSGD):
         fragments: int = 1,
         delay: int | None = None,
         process_group: dist.ProcessGroup | None = None,
+        on_failure: str | Shrink = "raise",
     ) -> None:
         if not (isinstance(outer_lr, int | float) and math.isfinite(outer_lr) and outer_lr > 0):
             raise SpecError(f"outer_lr must be a finite number above 0, got {outer_lr!r}")
@@ -258,6 +287,7 @@ class DiLoCo(LocalSGD):
             fragments=fragments,
             delay=int(sync_every != 1) if delay is None else delay,
             process_group=process_group,
+            on_failure=on_failure,
         )
         self.momentum = [fragment.flat() for fragment in self.fragments]
 

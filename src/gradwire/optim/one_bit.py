@@ -30,6 +30,7 @@ from gradwire.engine.verify import Verification
 from gradwire.errors import SpecError, StateError
 from gradwire.exchanges import Exchange, exchange
 from gradwire.exchanges.exact import Noop
+from gradwire.exchanges.feedback import all_finite
 from gradwire.exchanges.whiten import SecondMoments, floor_of
 from gradwire.kernels.torch.whiten import root
 from gradwire.models.ddp import attach, make_hook
@@ -135,7 +136,7 @@ class OneBitAdamW(torch.optim.Optimizer):
         SpecError: For settings that make no sense.
         RegisterError: If the model has a hook already, or if the ranks' parameters differ.
 
-    Example:
+    Examples:
         >>> optimizer = gradwire.optim.OneBitAdamW(model.parameters(), lr=1e-3, warmup=200)
         >>> loss.backward()
         >>> optimizer.step()
@@ -184,7 +185,7 @@ class OneBitAdamW(torch.optim.Optimizer):
                 loss = closure()
         kind = self.next_kind
         means = self._average(kind)
-        if all(bool(torch.isfinite(mean).all()) for mean in means):  # the same on all ranks
+        if all(map(all_finite, means)):  # the same on all ranks
             self._take(kind, means)
         return loss
 

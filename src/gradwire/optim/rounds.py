@@ -47,6 +47,7 @@ class Rounds:
         self.fragments = fragments
         self.globals = [fragment.read() for fragment in fragments]
         """The values that all ranks agree on, a flat tensor per fragment."""
+        self.loaded = False
         self.last_sent = -1
         """The index of the fragment that was sent last."""
         self.sent_at = [0] * len(fragments)
@@ -66,6 +67,15 @@ class Rounds:
         schedule = f"sync_every={self.sync_every}, fragments={len(self.fragments)}, delay={self.delay}"
         return f"{type(self).__name__}({schedule})"
 
+    def _submit(self, transfer: Transfer) -> None:
+        """Start to average."""
+        transfer.future = self.hook.mean(transfer.fragment.bucket(transfer.mean))
+
+    def _settle(self, transfer: Transfer) -> bool:
+        """Wait until the mean can be applied; False if there is none any more."""
+        self._wait(transfer)
+        return True
+
     def _wait(self, transfer: Transfer) -> None:
         if transfer.future is not None:
             wait_for(transfer.future, f"averaging parameters at step {self.steps}")
@@ -75,12 +85,20 @@ class Rounds:
         """A short text that differs if any bit of the global values does."""
         return hashlib.sha256(repr([int(fingerprint(flat)) for flat in self.globals]).encode()).hexdigest()[:16]
 
+    def _check_same(self) -> None:
+        if self.hook.size > 1:
+            self.hook.agree("step of a checkpoint", str(self.steps))
+            self.hook.agree("global values", self._fingerprint())
+
     # -- checkpoints -------------------------------------------------------------------------------------------
 
     def _pack(self, merged: bool) -> dict[str, Any]:
         """The state. Transfers in flight are complete in it, and are applied at their step."""
         for transfer in self.transfers:
             self._wait(transfer)
+        return self._packed(self.transfers, self.hook.state_dict(merged=merged))
+
+    def _packed(self, transfers: Sequence[Transfer], exchange: State) -> dict[str, Any]:
         state = {
             "version": VERSION,
             "schedule": str(self),
@@ -89,8 +107,8 @@ class Rounds:
             "sent_at": list(self.sent_at),
             "values": self._by_name(self.globals),
             "outer": {key: self._by_name(flats) for key, flats in self.outer_state().items()},
-            "transfers": [_pack_transfer(transfer) for transfer in self.transfers],
-            "exchange": self.hook.state_dict(merged=merged),
+            "transfers": [_pack_transfer(transfer) for transfer in transfers],
+            "exchange": exchange,
         }
         return sealed(state)
 

@@ -30,8 +30,10 @@ from gradwire._torch import TCPStore
 from gradwire.engine.hook import Hook
 from gradwire.models.register import register
 from gradwire.optim.local_sgd import DiLoCo, LocalSGD
+from gradwire.testing.links import Links
 from gradwire.testing.processes import PRELOAD
 
+LOCAL_HOST = "127.0.0.1"
 STEPS = 7
 SWITCH_AT, VERIFY_AT, SAVE_AT = 2, 3, 4
 TIMEOUT_S = 4.0
@@ -40,8 +42,9 @@ GRACE_S = 5.0
 """How much later than it must a rank may raise: after the time limit, or after a connection was closed."""
 START_S = 60.0
 """How long ranks may take to come to the fault."""
-TORCHS = "RuntimeError: ["
-"""How an error begins that a collective of DDP or FSDP2 itself has raised, such as the one that orders the buckets."""
+TORCHS = ("RuntimeError: [", "RuntimeError: Gloo connectFullMesh failed")
+"""How an error begins that a collective of DDP or FSDP2 itself has raised, such as the one that orders the buckets, or
+init_process_group on a rank that is still in it when another one has left it and fails."""
 START_EXTRA_S = 15.0
 """init_process_group looks at its time limit every 10 seconds only."""
 MISTAKE = "the mistake of this trial"
@@ -49,6 +52,10 @@ WIDTH = 32
 
 SIGNALS = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "stop": signal.SIGSTOP}
 KINDS = (*SIGNALS, "exit", "raise", "raise in exchange", "raise in optimizer", "full disk")
+LINK_KINDS = ("partition", "short partition", "slow link")
+"""What happens to the link of a rank, for `strike(fault, links)`. Only the first is longer than the time limit."""
+SHORT_S = 1.0
+SLOW = "500kbit"
 MOMENTS = ("start", "register", "forward", "backward", "optimizer", "switch", "verify", "save", "close", "exit")
 LOCAL = {"local_sgd": LocalSGD, "diloco": DiLoCo}
 
@@ -58,7 +65,7 @@ class Fault:
     """What happens to which rank, and when."""
 
     kind: str
-    """One of KINDS."""
+    """One of KINDS or LINK_KINDS."""
     moment: str
     """One of MOMENTS."""
     step: int
@@ -103,12 +110,13 @@ class Outcome:
         """How long after the fault each other rank raised."""
         if self.fault_s is None:
             return []
-        return [r.at_s - self.fault_s for r in self.reports.values() if r.text and r.rank != self.fault.rank]
+        raised = [r for r in self.reports.values() if r.text]
+        return [r.at_s - self.fault_s for r in raised if r.rank != self.fault.rank or self.fault.kind in LINK_KINDS]
 
     @property
     def limit_s(self) -> float:
         """The latest time at which the others may raise: at once if the connections close."""
-        closes = self.fault.kind != "stop" and self.fault.moment not in ("start", "register")
+        closes = self.fault.kind not in ("stop", "partition") and self.fault.moment not in ("start", "register")
         early = START_EXTRA_S if self.fault.moment == "start" else 0.0
         return GRACE_S + early + (0.0 if closes else TIMEOUT_S)
 
@@ -118,9 +126,13 @@ class Outcome:
         others = [r for r in self.reports.values() if r.rank != self.fault.rank]
         found += [f"rank {r.rank} left the thread {name}" for r in others for name in r.threads]
         found += [f"a rank needed {s:.1f} s, at most {self.limit_s:.1f}" for s in self.seconds if s > self.limit_s]
-        if self.fault_s is None:  # a signal may come when all is over
-            late = self.fault.kind in SIGNALS and self.fault.moment in ("close", "exit")
-            return found if late else [*found, "training did not come to the fault"]
+        if self.fault_s is None:
+            own = self.reports.get(self.fault.rank)
+            late = self.fault.kind in SIGNALS and own is not None and not own.text  # a signal came when all was over
+            ends = "; ".join(f"rank {r.rank}: {r.text[:200] or 'ended'}" for r in self.reports.values())
+            return found if late else [*found, f"training did not come to the fault ({ends})"]
+        if self.fault.kind in LINK_KINDS[1:]:  # training goes on
+            return found + [f"rank {r.rank} raised {r.text[:300]}" for r in self.reports.values() if r.text]
         found += [f"rank {r.rank}: {why}" for r in others if r.text and (why := self._why_bad(r.text))]
         return found
 
@@ -132,31 +144,48 @@ class Outcome:
         return "" if wanted in text or MISTAKE in text else f"does not say {wanted!r}: {text[:300]}"
 
 
-def strike(fault: Fault) -> Outcome:
-    """Train on `fault.size` ranks, let the fault happen, and collect what they report. No process is left."""
+def strike(fault: Fault, links: Links | None = None) -> Outcome:
+    """Train on `fault.size` ranks, let the fault happen, and collect what they report. No process is left.
+
+    The kinds of LINK_KINDS need `links`.
+    """
     outcome = Outcome(fault)
     context = get_context("forkserver")
     context.set_forkserver_preload([PRELOAD])
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore(LOCAL_HOST, 0, is_master=True, wait_for_workers=False) if links is None else links.serve()
     with TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(fault.size):
             mine, theirs = context.Pipe()
-            process = context.Process(target=_main, args=(rank, fault, store.port, folder, theirs), daemon=True)
+            args = (rank, fault, store.port, folder, theirs, links)
+            process = context.Process(target=_main, args=args, daemon=True)
             process.start()
             theirs.close()
             pipes.append(mine)
             processes.append(process)
         try:
-            _collect(outcome, pipes, processes)
+            _collect(outcome, pipes, processes, links)
         finally:
             for process in processes:
                 process.kill()
                 process.join()
+            if links is not None:
+                links.mend(fault.rank)
     return outcome
 
 
-def _collect(outcome: Outcome, pipes: list[Any], processes: list[Any]) -> None:
+def _damage(fault: Fault, links: Links) -> None:
+    """What happens to the link. `strike` mends it in the end."""
+    if fault.kind == "slow link":
+        links.slow(fault.rank, SLOW)
+        return
+    links.cut(fault.rank)
+    if fault.kind == "short partition":
+        time.sleep(SHORT_S)
+        links.mend(fault.rank)
+
+
+def _collect(outcome: Outcome, pipes: list[Any], processes: list[Any], links: Links | None = None) -> None:
     """Read what the ranks send until each has reported or died, or it is too late."""
     open_ = {pipe: rank for rank, pipe in enumerate(pipes)}
     deadline, stopped = time.monotonic() + START_S, outcome.fault.kind == "stop"
@@ -171,6 +200,8 @@ def _collect(outcome: Outcome, pipes: list[Any], processes: list[Any]) -> None:
             if isinstance(got, float):
                 outcome.fault_s = got
                 early = START_EXTRA_S if outcome.fault.moment == "start" else 0.0
+                if links is not None:
+                    _damage(outcome.fault, links)
                 deadline = time.monotonic() + TIMEOUT_S + 2 * GRACE_S + early
             else:
                 outcome.reports[got.rank] = got
@@ -206,6 +237,8 @@ class _Rank:
         if fault.kind.startswith("raise in") or fault.kind == "full disk":
             return  # happens where the name says
         self.pipe.send(time.monotonic())
+        if fault.kind in LINK_KINDS:
+            return  # the parent reads this, and changes the link
         if fault.kind == "exit":
             os._exit(3)
         raise _Mistake(MISTAKE)
@@ -221,12 +254,12 @@ class _Rank:
             self.pipe.send(time.monotonic())
         return due
 
-    def train(self, port: int) -> None:
+    def train(self, host: str, port: int) -> None:
         """The whole life of a training script."""
         torch.manual_seed(self.rank)
         self.at("start")
         limit = timedelta(seconds=TIMEOUT_S)
-        store = TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
+        store = TCPStore(host, port, is_master=False, timeout=limit)
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.fault.size, timeout=limit)
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
         kind, spec = self.fault.subject.split(" ")
@@ -308,8 +341,10 @@ def _raise(ticket: int) -> Any:
     raise _Mistake(MISTAKE)
 
 
-def _main(rank: int, fault: Fault, port: int, folder: str, pipe: Any) -> None:
+def _main(rank: int, fault: Fault, port: int, folder: str, pipe: Any, links: Links | None) -> None:
     """A rank as a script would be: an error ends the process the way an interpreter ends."""
+    if links is not None:
+        links.enter(rank)
     weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]  # a forked process forgets its atexit
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)
@@ -317,7 +352,7 @@ def _main(rank: int, fault: Fault, port: int, folder: str, pipe: Any) -> None:
     os.dup2(sys.stderr.fileno(), 2)
     this, error = _Rank(rank, fault, folder, pipe), None
     try:
-        this.train(port)
+        this.train(LOCAL_HOST if links is None else links.address, port)
     except Exception as caught:
         error = caught
     pipe.send(this.report(error))

@@ -58,13 +58,23 @@ def when_all_returned(act: Callable[[], None]) -> None:
 def spawn_ranks(
     size: int, run: Callable[..., Any], *args: Any, timeout_s: float = 60.0, test_device: bool = False
 ) -> list[Any]:
-    """Run `run(rank, size, *args)` in `size` new processes under a gloo world; their return values in order.
+    """Run a function in new processes under a gloo world.
 
-    `run` must be a function of a module. Arguments and results travel by pickle. With `test_device` the device of
-    `gradwire.testing.device` is loaded, and the world moves its tensors too.
+    Args:
+        size: The number of ranks.
+        run: Called as `run(rank, size, *args)`. It must be a function of a module.
+        args: Travel by pickle, as results do.
+        timeout_s: How long the ranks may take.
+        test_device: Load the device of `gradwire.testing.device`; the world then moves its tensors too.
+
+    Returns:
+        The results in the order of the ranks.
 
     Raises:
-        RankFailed: if a rank raised, died, or did not return within `timeout_s`.
+        RankFailed: If a rank raised, died, or did not return within `timeout_s`.
+
+    Examples:
+        >>> spawn_ranks(2, train, "int8")  # calls train(rank, size, "int8")
     """
     pool = RankPool(size, test_device=test_device)
     try:
@@ -92,6 +102,15 @@ class RankPool:
     Processes start at the first call. What a function changes for good in its process (imported modules, caches,
     global settings), the next function finds; the environment, the folder, random states, warning filters and the
     number of torch's threads are set anew for each. After a failure the next call has new processes.
+
+    Args:
+        size: The number of ranks.
+        test_device: Whether they have the device of `gradwire.testing.device`.
+
+    Examples:
+        >>> pool = RankPool(2)
+        >>> pool.run(function)
+        >>> pool.close()
     """
 
     def __init__(self, size: int, *, test_device: bool = False) -> None:
@@ -233,3 +252,4 @@ def _leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     gc.collect()
+    gc.freeze()  # modules and caches that a call has brought in: a compiler's take longer to look at than most calls

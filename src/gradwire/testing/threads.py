@@ -73,10 +73,24 @@ class Rank:
 
 
 def thread_ranks(size: int, run: Callable[[Rank], T], timeout_s: float = 20.0) -> list[T]:
-    """Run `run` on `size` ranks at once; their results in order. The error of the lowest rank is raised.
+    """Run a function on ranks that are threads of this process.
 
     A rank closes its hooks when all ranks have returned, for another one may still be connecting to it, or at once when
-    one fails. The time limit of collectives is `timeout_s`, so no rank waits for ever.
+    one fails.
+
+    Args:
+        size: The number of ranks.
+        run: Called with the `Rank`.
+        timeout_s: The time limit of collectives, so that no rank waits for ever.
+
+    Returns:
+        The results in the order of the ranks.
+
+    Raises:
+        TimeoutError: If a rank does not end. An error of a rank is raised as it is, that of the lowest rank first.
+
+    Examples:
+        >>> thread_ranks(2, lambda rank: rank.mean("int8", [torch.ones(8)]).flat)
     """
     store, results, errors = HashStore(), {}, {}
     returned = threading.Barrier(size)

@@ -4,14 +4,19 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 import gradwire
 from gradwire.tools.cli import VERBS, main
+from gradwire.tools.cli import demo as cli_demo
+from gradwire.tools.measure import advise, headroom
 from gradwire.tools.records.jsonl import append
+from gradwire.tools.records.records import Settings
 
+from .. import small_builtin
 from ..report.kit import runs
 from .messages import is_short
 
@@ -68,6 +73,12 @@ def test_help_has_examples(capsys, argv, example):
         (["run", "--hook", "bf16", "--no-such", __file__], "arguments: --no-such (see gradwire run --help)"),
         (["report", "no-such.jsonl"], "there is no file no-such.jsonl; `gradwire bench --out no-such.jsonl` makes it"),
         (["report", "/"], "cannot read /: it is a folder; name a file of records in it"),
+        (["watch", "no.jsonl", "--once"], "there is no file no.jsonl; `gradwire run --metrics no.jsonl ...` makes it"),
+        (["watch", "/", "--json"], "cannot read /: it is a folder; name a file of metrics in it"),
+        (
+            ["run", "--hook", "bf16", "--metrics", "pyproject.toml", __file__],
+            "'pyproject.toml' exists and has no metrics, so nothing is added to it",
+        ),
     ],
 )
 def test_bad_input_has_a_short_message_and_exit_code_2(capsys, argv, message):
@@ -131,9 +142,18 @@ def test_ctrl_c_while_torch_loads_ends_without_a_traceback():
         assert (demo.returncode, out, err) == (130, "", "gradwire: interrupted\n")
 
 
+@pytest.fixture(params=["small", pytest.param("built-in", marks=pytest.mark.thorough)])
+def model(request, monkeypatch):
+    """The model of the demo: a smaller one, or its own."""
+    if request.param == "small":
+        monkeypatch.setattr(cli_demo, "Settings", partial(Settings, workload=small_builtin.SMALL))
+        for module in (headroom, advise):
+            monkeypatch.setattr(module, "built_in", small_builtin.script)
+
+
 @pytest.mark.timeout(400)
 @pytest.mark.long
-def test_a_short_demo_measures_trains_and_writes_a_page(tmp_path, monkeypatch, capfd):
+def test_a_short_demo_measures_trains_and_writes_a_page(tmp_path, monkeypatch, capfd, model, forked_ranks):
     monkeypatch.chdir(tmp_path)
     assert main(["demo", "--steps", "4", "--hooks", "int8", "--link", "10gbit", "--json"]) == 0
     printed = capfd.readouterr()

@@ -60,7 +60,9 @@ def work(rank, store):
     dist.destroy_process_group()
     globals()["kept"] = model  # alive when the process ends, which multiprocessing does without atexit
 if __name__ == "__main__":
-    torch.multiprocessing.spawn(work, (sys.argv[1],), nprocs=2)
+    spawned = torch.multiprocessing.spawn(work, (sys.argv[1],), nprocs=1, join=False)
+    work(1, sys.argv[1])
+    spawned.join()
     print("spawned")
 """
 
@@ -119,8 +121,8 @@ def script(folder, text):
 
 
 @pytest.fixture
-def run(capfd):
-    """Run a command line from this process, which has torch already; the ranks are processes in any case."""
+def run(capfd, forked_ranks):
+    """Run a command line from this process, which has torch already; the ranks are forked."""
 
     def run(*words):
         code = main(["run", *words])
@@ -147,9 +149,15 @@ def test_every_model_of_a_script_gets_the_hook(tmp_path, run):
     assert [model["total_steps"] for model in json.loads(told)["models"]] == [3, 1]
 
 
+@pytest.mark.long
 def test_ranks_that_the_script_spawns_get_it_too(tmp_path, run):
-    code, out, err = run("--hook", "fp16", "--link", "1gbit", script(tmp_path, SPAWN), str(tmp_path / "store"))
+    metrics = tmp_path / "new" / "run.jsonl"
+    words = ("--hook", "fp16", "--link", "1gbit", "--watch", "--metrics", str(metrics))
+    code, out, err = run(*words, script(tmp_path, SPAWN), str(tmp_path / "store"))
     assert (code, out) == (0, "spawned\n"), err
+    (record,) = map(json.loads, metrics.read_text().splitlines())
+    assert (record["step"], record["hook"]) == (1, "fp16")
+    assert err.count("gradwire run: step 1: fp16, ") == 1
     assert "gradwire run: fp16 averaged 1 step on 2 ranks" in err
 
 
@@ -177,6 +185,7 @@ def test_a_script_without_ddp_is_an_error(tmp_path, run):
     assert err.startswith("gradwire: error: the script ended, but it never built a torch.nn.parallel.Dist")
 
 
+@pytest.mark.long
 def test_inside_torchrun_and_the_traceback_of_the_rank_that_failed_comes_once(tmp_path):
     torchrun = (
         sys.executable,
@@ -193,6 +202,7 @@ def test_inside_torchrun_and_the_traceback_of_the_rank_that_failed_comes_once(tm
     assert done.stderr.count("ValueError: this rank has a problem") == 1
 
 
+@pytest.mark.long
 def test_ctrl_c_leaves_nothing_behind(tmp_path):
     command = (*GRADWIRE, "run", "--hook", "fp16", "--nproc", "2", script(tmp_path, WAITS), str(tmp_path))
     launcher = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -208,6 +218,7 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path):
     assert not any(alive(pid) for pid in pids(tmp_path))
 
 
+@pytest.mark.long
 def test_a_killed_launcher_takes_torchrun_and_its_ranks_along(tmp_path):
     words = (*GRADWIRE, "run", "--hook", "fp16", "--nproc", "2", "--standalone", script(tmp_path, WAITS), str(tmp_path))
     launcher = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -22,7 +22,7 @@ model(torch.randn(2, 8)).sum().backward()
 
 
 @pytest.fixture
-def run(tmp_path, capfd):
+def run(tmp_path, capfd, forked_ranks):
     """The exit code of `gradwire run` and what stands on stderr, if one of the ranks fails."""
 
     def run(failing):

@@ -22,7 +22,7 @@ def test_results_come_in_the_order_of_the_ranks():
     assert (0.5, "adding") in reports
 
 
-def test_an_error_shows_the_traceback_of_the_rank_that_made_it_once():
+def test_an_error_shows_the_traceback_of_the_rank_that_made_it_once(forked_ranks):
     with pytest.raises(RunFailed) as caught:
         run(targets.fail_on_rank_1)
     text = str(caught.value)

@@ -186,9 +186,9 @@ def check_codec(codec: Codec) -> None:
     Raises:
         AssertionError: The first contract that does not hold.
 
-    Example:
+    Examples:
         >>> from gradwire.testing import check_codec
-        >>> check_codec(CODECS["int4"](block=32))
+        >>> check_codec(gradwire.codecs.Int4(block=32))
     """
     for check in CODEC_CHECKS:
         check(codec)

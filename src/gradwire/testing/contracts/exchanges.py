@@ -298,7 +298,7 @@ def check_exchange(exchange: Exchange, sizes: Iterable[int] = (1, 2, 3, 4)) -> N
     Raises:
         AssertionError: The first contract that does not hold; the text says on which bucket and rank.
 
-    Example:
+    Examples:
         >>> from gradwire.testing import check_exchange
         >>> check_exchange(gradwire.exchange("int4:block=32"), sizes=(2, 3))
     """

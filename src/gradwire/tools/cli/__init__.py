@@ -23,6 +23,7 @@ from gradwire.version import __version__
 VERBS = {
     "demo": "show whether compression pays for a small GPT on a slow link, and write a page",
     "run": "run an unmodified DDP script under a hook",
+    "watch": "show what a hook does while the model trains, from its metrics file",
     "headroom": "measure the time that communication costs, which is the most a hook can save",
     "advise": "recommend a hook for this model on this network, or none",
     "compare": "run a script under several hooks with the same seeds, and report whether one harms the training",
@@ -31,6 +32,7 @@ VERBS = {
     "selfcheck": "check kernels, exchanges and training on this machine, and report step times",
     "bench": "measure hooks x links x ranks into a file of records",
     "report": "turn a file of records into a page, or into markdown",
+    "store": "host the store of trainings that go on when ranks fail",
     "completion": "print a completion script for a shell",
 }
 """A line about each verb; in the module of the same name, `add` declares its options and `run` does what it says."""
@@ -40,6 +42,7 @@ examples:
   gradwire demo --link 100mbit         the same on a slower link
   gradwire run --hook bf16 --nproc 2 train.py
                                        an unmodified DDP script under a hook
+  gradwire watch run.jsonl             step time, waiting and bytes of a training that runs
   gradwire headroom --nproc 2 train.py how much faster a hook could make it at most
   gradwire advise --nproc 2 train.py   which hook to use, or none
   gradwire compare --hooks exact int4 --steps 300 --nproc 2 train.py

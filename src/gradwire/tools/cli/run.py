@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from pathlib import Path
 from typing import Any
 
 from gradwire.tools.cli.arguments import add_link, add_script, add_verb, ranks_of, script_of
@@ -18,6 +19,7 @@ gradwire run --hook bf16 --nproc 2 train.py --epochs 3       like torchrun --npr
 gradwire run --hook int4 train.py                            a script that starts its ranks itself
 gradwire run --hook powersgd:rank=2 --nproc 8 -m project.train
 gradwire run --hook int8 --gather bf16 --nproc 4 fsdp2.py    a script with fully_shard
+gradwire run --hook int8 --watch --nproc 2 train.py          what the hook does, while the script runs
 gradwire run --hook int8 --link 1gbit,latency=1ms --nproc 2 train.py
 torchrun --nnodes 2 --nproc-per-node 8 ... -m gradwire.run --hook int4 train.py
 """
@@ -30,6 +32,8 @@ def add(verbs: Any, line: str) -> None:
     option("--hook", required=True, metavar="SPEC", help="the hook, such as bf16, int4, powersgd:rank=2 or auto")
     option("--gather", metavar="SPEC", help="for models with fully_shard: how parameters are gathered, such as bf16")
     add_link(parser)
+    option("--watch", action="store_true", help="print a line every second: step time, waiting, bytes and the hook")
+    option("--metrics", type=Path, metavar="FILE", help="write the same to a file, for `gradwire watch FILE`")
     option(
         "--json",
         action="store_true",
@@ -40,7 +44,8 @@ def add(verbs: Any, line: str) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Run the script and print what the hooks of its models have done."""
-    models = run_script(script_of(args), args.hook, gather=args.gather, link=args.link, **ranks_of(args))
+    how = {"gather": args.gather, "link": args.link, "metrics": args.metrics, "watch": args.watch}
+    models = run_script(script_of(args), args.hook, **how, **ranks_of(args))
     if args.json:
         if models:  # under a launcher only rank 0 has any
             print(json_text({"models": models}, indent=None), flush=True)

@@ -99,6 +99,10 @@ class EmulatedLink:
     """The emulated link of one rank. All lanes and threads of the rank share it, and wait for each other's bytes.
 
     Collectives run for real, over whatever connects the ranks; then each is held until its bytes would have left.
+
+    Examples:
+        >>> with gradwire.advisor.emulate("100mbit,latency=5ms") as link:
+        ...     hook = gradwire.register(model, "int8")
     """
 
     def __init__(
@@ -128,6 +132,19 @@ def emulate(link: EmulatedLink | Link | str) -> Iterator[EmulatedLink]:
 
     This works for CPU models, in the thread that registers. DDP without a hook is not slowed down: use the hook `exact`
     in its place.
+
+    Args:
+        link: The link, such as `"100mbit,latency=5ms"`.
+
+    Returns:
+        A context manager; its value is the `EmulatedLink`.
+
+    Raises:
+        SpecError: If the text is not a link.
+
+    Examples:
+        >>> with gradwire.advisor.emulate("100mbit,latency=5ms"):
+        ...     hook = gradwire.register(model, "int8")
     """
     link = Link.parse(link) if isinstance(link, str) else link
     emulated = link if isinstance(link, EmulatedLink) else EmulatedLink(link)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gradwire.errors import SpecError
-from gradwire.tools.records.jsonl import START, RecordsError
+from gradwire.tools.records.jsonl import RecordsError, is_torn, parsed
 
 SCHEMA = 1
 KIND = "compare"
@@ -166,20 +166,11 @@ def check_conditions(curves: Sequence[Curve], wanted: Conditions, path: Path) ->
 
 def _is_whole(tail: bytes) -> bool:
     """Whether the text after the last newline is a complete line. What is not the beginning of one is not ours."""
-    is_torn = tail[: len(START)] == START[: len(tail)] and _json(tail) is None
-    return bool(tail) and not is_torn
-
-
-def _json(line: bytes) -> object | None:
-    try:
-        value: object = json.loads(line)
-    except ValueError:
-        return None
-    return value
+    return bool(tail) and not is_torn(tail)
 
 
 def _curve(line: bytes, where: str) -> Curve:
-    values = _json(line)
+    values = parsed(line)
     if not isinstance(values, dict) or values.get("kind") != KIND or values.get("schema") != SCHEMA:
         raise RecordsError(
             f"{where} is not a run of `gradwire compare`: this is another kind of file, or it is damaged"

@@ -54,9 +54,18 @@ class Records:
 def read(path: Path) -> Records:
     """All runs of a file. If a cell has two runs, the later one counts.
 
+    Args:
+        path: A file of `gradwire bench`.
+
+    Returns:
+        The runs, and what was dropped of a line that a process had no time to finish.
+
     Raises:
         NoRecords: There is no such file.
         RecordsError: The file holds a line that is not a record.
+
+    Examples:
+        >>> runs = gradwire.report.read(Path("records.jsonl")).runs
     """
     return _parse(path, _content(path))
 
@@ -110,7 +119,7 @@ def _parse(path: Path, content: bytes) -> Records:
     runs, torn = {}, []
     lines = content.split(b"\n")
     for number, line in enumerate(lines, start=1):
-        if number == len(lines) and _is_torn(line):
+        if number == len(lines) and is_torn(line):
             torn.append(number)
         elif line.strip():
             run = _run(line, f"{path}, line {number}")
@@ -118,12 +127,12 @@ def _parse(path: Path, content: bytes) -> Records:
     return Records(list(runs.values()), torn)
 
 
-def _is_torn(tail: bytes) -> bool:
+def is_torn(tail: bytes) -> bool:
     """Whether the text after the last newline is the beginning of a record but not a complete one."""
-    return bool(tail) and tail[: len(START)] == START[: len(tail)] and _json(tail) is None
+    return bool(tail) and tail[: len(START)] == START[: len(tail)] and parsed(tail) is None
 
 
-def _json(line: bytes) -> object | None:
+def parsed(line: bytes) -> object | None:
     """The value, or None if the line is not JSON. The beginning of an object never is."""
     try:
         value: object = json.loads(line)
@@ -133,7 +142,7 @@ def _json(line: bytes) -> object | None:
 
 
 def _run(line: bytes, where: str) -> Run:
-    values = _json(line)
+    values = parsed(line)
     if not isinstance(values, dict) or "schema" not in values:
         raise RecordsError(
             f"{where} is not a record of `gradwire bench`: this is another kind of file, or it is damaged"

@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-Sink = Callable[[str, float], None]
+Listener = Callable[[str, float], None]
 
-sinks: list[Sink] = []
+listeners: list[Listener] = []
 """Called with every name and value. `gradwire compare` adds one in the processes that it starts."""
 
 
@@ -17,8 +17,8 @@ def log(name: str, value: float | Tensor) -> None:
         name: What the value is, such as `"val_loss"`. Smaller values must be better.
         value: A number, or a tensor with one element. The mean over the ranks that log it counts.
 
-    Example:
+    Examples:
         >>> gradwire.log("val_loss", evaluate(model))
     """
-    for sink in sinks:
-        sink(name, float(value))
+    for listener in listeners:
+        listener(name, float(value))

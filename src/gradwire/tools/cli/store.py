@@ -1,0 +1,34 @@
+"""`gradwire store`."""
+
+import argparse
+import threading
+from typing import Any
+
+from gradwire._torch import TCPStore
+from gradwire.errors import GradwireError
+from gradwire.tools.cli.arguments import add_verb
+
+DESCRIPTION = """\
+Host the store of trainings with on_failure="shrink", until it is interrupted. It must outlive the ranks, so that it
+belongs on a machine that stays. Anybody who reaches the port can write to it: keep it inside the training network.
+"""
+EXAMPLES = """\
+gradwire store --port 29400                     on one machine
+GRADWIRE_STORE=HOST:29400 python train.py       for every rank, as often as it has to be started again
+"""
+
+
+def add(verbs: Any, line: str) -> None:
+    """Add the verb and its options."""
+    parser = add_verb(verbs, "store", line, DESCRIPTION, EXAMPLES)
+    parser.add_argument("--port", type=int, default=29400, help="0 takes a free one (default: %(default)s)")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Host it."""
+    try:
+        store = TCPStore("localhost", args.port, is_master=True, wait_for_workers=False)
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise GradwireError(f"cannot host a store at port {args.port}: {str(error).splitlines()[0]}") from error
+    print(f"the store is at port {store.port}; Ctrl-C ends it", flush=True)
+    threading.Event().wait()

@@ -1,0 +1,77 @@
+"""What an engine costs as the number of ranks grows: the formulas of docs/engine.md that are exact."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from gradwire.engine.gloo import THREADS
+
+from ..kit.models import seeded
+from ..kit.ranks import Ranks, on_ranks
+
+WIDTH = 64
+
+
+def sockets() -> int:
+    links = [link.readlink() for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    return sum(str(link).startswith("socket:") for link in links)
+
+
+def workers() -> int:
+    return sum(thread.name.startswith("gradwire-") for thread in threading.enumerate())
+
+
+def layers(count: int) -> nn.Module:
+    return seeded(lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(count))))
+
+
+def step(model: Any) -> None:
+    model(torch.ones(1, WIDTH)).sum().backward()
+
+
+@on_ranks(2, 3, 4, specs=("exact", "int8", "powersgd:rank=1,sides=one"))
+def test_sockets_threads_and_bytes_follow_their_formulas(ranks: Ranks) -> None:
+    """A lane connects to every other rank once and listens on one socket; nothing else depends on the ranks."""
+    buckets = 12
+    model = ranks.wrap(layers(buckets), bucket_cap_mb=WIDTH * WIDTH * 4 / 2**20)
+    before = sockets(), workers()
+    hook = ranks.register(model)
+    step(model)
+    hook.reset_stats()
+    step(model)
+    assert sockets() - before[0] == hook.exchange.lanes * ranks.size
+    assert 0 < workers() - before[1] <= THREADS
+    share = 2 * (ranks.size - 1) / ranks.size
+    values = buckets * WIDTH * WIDTH
+    if ranks.spec == "exact":
+        assert hook.stats().sent_bytes == 4 * values * share
+    elif ranks.spec == "int8":
+        assert values * share < hook.stats().sent_bytes < 1.2 * values * share  # scales, and blocks that are not full
+    else:
+        assert 4 * buckets * WIDTH * share <= hook.stats().sent_bytes < 1.2 * 4 * buckets * WIDTH * share
+
+
+@on_ranks(2, 3, specs=("exact", "int8", "powersgd:rank=1"))
+def test_the_latencies_of_eight_buckets_overlap(ranks: Ranks) -> None:
+    """As many buckets wait for a slow link at the same time, so that a step costs the round trips of one."""
+    model = ranks.wrap(layers(THREADS), bucket_cap_mb=WIDTH * WIDTH * 4 / 2**20)
+    hook = ranks.register(model)
+    step(model)  # DDP cuts its buckets after the first step
+    hook.reset_stats()
+    step(model)
+    assert hook.stats().buckets == THREADS
+    together, passed = threading.Barrier(THREADS), []
+
+    def hold(*_: object) -> float:
+        passed.append(together.wait(timeout=30))  # raises unless all of them are in flight
+        return 0.0
+
+    hook.runner.lanes.hold = hold  # type: ignore[attr-defined]
+    step(model)
+    each = 1 if ranks.size == 2 and ranks.spec == "int8" else hook.exchange.lanes
+    assert len(passed) == THREADS * each
