@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 import netns
+from gradwire.engine.observers import Observer
 from gradwire.optim import step_in_backward
 from gradwire.testing import spawn_ranks
 
@@ -65,14 +66,12 @@ class Run:
         """The most memory that gradients and buckets held in a step, looked at whenever a gradient is made."""
         seen: list[int] = []
         buckets: dict[int, int] = {}
-        before = self.hook.before_mean
 
-        def arrived(bucket: gradwire.Bucket, first: bool) -> None:
-            buckets[bucket.flat.untyped_storage().data_ptr()] = bucket.flat.untyped_storage().nbytes()
-            if before is not None:
-                before(bucket, first)
+        class Sizes(Observer):
+            def before_mean(self, bucket: gradwire.Bucket, first: bool) -> None:
+                buckets[bucket.flat.untyped_storage().data_ptr()] = bucket.flat.untyped_storage().nbytes()
 
-        self.hook.before_mean = arrived
+        self.hook.observers.insert(0, Sizes())
         self.step()
         handles = [
             param.register_post_accumulate_grad_hook(lambda _: seen.append(_bytes(self.model.parameters(), buckets)))
@@ -82,7 +81,7 @@ class Run:
         seen.append(_bytes(self.model.parameters(), buckets))
         for handle in handles:
             handle.remove()
-        self.hook.before_mean = before
+        self.hook.observers.pop(0)
         return max(seen)
 
 
