@@ -1,4 +1,4 @@
-"""Accelerate with gradwire: one line after prepare(), or no change at all under `gradwire run`.
+"""Accelerate with gradwire: one line instead of accelerator.prepare, or no change at all under `gradwire run`.
 
 torchrun --nproc-per-node 2 examples/accelerate_ddp.py --hook bf16
 accelerate launch --multi_gpu --num_processes 2 examples/accelerate_ddp.py --hook bf16
@@ -27,8 +27,12 @@ def main() -> None:
     inputs, teacher = torch.randn(64 * args.steps, 64), nn.Linear(64, 8)
     data = DataLoader(TensorDataset(inputs, teacher(inputs).detach()), batch_size=32, shuffle=True)
     model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 8))
-    model, optimizer, data = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), data)
-    hook = gradwire.register(model, args.hook) if args.hook else None  # the one line
+    parts = model, torch.optim.AdamW(model.parameters(), lr=1e-2), data
+    if args.hook:
+        prepared = gradwire.integrations.accelerate.prepare(accelerator, *parts, hook=args.hook)  # the one line
+    else:
+        prepared = (*accelerator.prepare(*parts), None)
+    model, optimizer, data, hook = prepared
 
     for batch, wanted in data:
         loss = nn.functional.mse_loss(model(batch), wanted)

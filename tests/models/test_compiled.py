@@ -10,7 +10,7 @@ from ..kit.ranks import Ranks, on_ranks
 from ..kit.trial import Trial
 
 
-@on_ranks(2, specs=("exact", "noop", "fp16", "bf16", "int8", "int4:exempt=none"))
+@on_ranks(2, specs=("exact", "fp16", "int8", "int4:exempt=none"))
 def test_compiled_module_in_ddp(ranks: Ranks) -> None:
     torch.compiler.reset()
     module = seeded(models.Deep, 2, 512)
@@ -22,7 +22,7 @@ def test_compiled_module_in_ddp(ranks: Ranks) -> None:
     assert len(trial.hook.layouts) >= 2
 
 
-@on_ranks(2, specs=("exact", "noop", "fp16", "bf16", "int8", "int4:exempt=none"))
+@on_ranks(2, specs=("exact", "fp16", "int8", "int4:exempt=none"))
 def test_compiled_ddp(ranks: Ranks) -> None:
     """torch cuts the graph at DDP's bucket borders."""
     torch.compiler.reset()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import gradwire
+from gradwire.engine.observers import Observer
 
 from ..kit.ranks import Ranks, on_ranks
 from ..kit.trial import gather, residuals
@@ -87,10 +88,11 @@ def test_an_interrupted_backward_says_what_to_do(ranks: Ranks) -> None:
     model = ranks.wrap(nn.Linear(4, 4))
     hook = ranks.register(model, "int8")
 
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
+    class Interrupt(Observer):
+        def before_mean(self, bucket: gradwire.Bucket, first: bool) -> None:
+            raise KeyboardInterrupt
 
-    hook.before_mean = interrupt
+    hook.observers.append(Interrupt())
     with pytest.raises(KeyboardInterrupt):
         model(torch.ones(2, 4)).sum().backward()
     with pytest.raises(gradwire.ExchangeError, match=r"wrap copy.deepcopy\(model.module\)"):
