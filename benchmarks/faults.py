@@ -1,9 +1,11 @@
 """A campaign of faults: what do the other ranks do when one is killed, stopped, or fails, at any moment?
 
-    python benchmarks/faults.py --faults 1200 --seed 0
+    python benchmarks/faults.py --faults 1080 --links 120 --seed 0
 
 Each fault trains a small model on 2 to 4 ranks of its own. The survivors must raise in time, and name the rank that
 failed or its error; nothing may hang, and no thread or process may be left. Prints how long they took, by kind.
+Faults of the network (`--links`, as root) cut the link of one rank for longer than the time limit, or for a second, or
+slow it down; the last two must not end training.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from gradwire.testing.faults import KINDS, MOMENTS, SAVE_AT, SIGNALS, STEPS, Fault, Outcome, strike
+import netns
+from gradwire.testing.faults import KINDS, LINK_KINDS, MOMENTS, SAVE_AT, SIGNALS, STEPS, Fault, Outcome, strike
 from gradwire.tools.records.table import text_table
 
 SPECS = (
@@ -57,6 +60,24 @@ def faults(count: int, seed: int) -> Iterator[Fault]:
         yield Fault(kind, moment, step, draw.uniform(0.0, LONGEST_DELAY_S), draw.randrange(size), size, subject)
 
 
+def link_faults(count: int, seed: int) -> Iterator[Fault]:
+    """Random faults of the network, while the model trains: a store behind a cut link stops torch's own start-up."""
+    draw = random.Random(f"links {seed}")
+    for number in range(count):
+        subject, kind, size = SUBJECTS[number % len(SUBJECTS)], LINK_KINDS[number % len(LINK_KINDS)], draw.randint(2, 4)
+        moment = draw.choice([moment for moment in MOMENTS[2:-2] if has(subject, moment)])
+        yield Fault(kind, moment, draw.randrange(STEPS - 2), 0.0, draw.randrange(size), size, subject)
+
+
+def outcomes_of(args: argparse.Namespace) -> Iterator[Outcome]:
+    """All outcomes, as they come: several at a time, but those of the network one after the other."""
+    with ThreadPoolExecutor(args.jobs) as pool:
+        yield from pool.map(strike, faults(args.faults, args.seed))
+    if args.links:
+        with netns.links(4) as links:
+            yield from (strike(fault, links) for fault in link_faults(args.links, args.seed))
+
+
 def has(subject: str, moment: str) -> bool:
     """Whether training of this kind has such a moment."""
     return subject.startswith(("ddp", "fsdp")) or moment not in ("switch", "verify")
@@ -69,18 +90,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="which ones (default: 0)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="how many at a time (default: cores)")
     parser.add_argument("--out", type=Path, help="a file for one JSON line per fault")
+    parser.add_argument("--links", type=int, default=0, help="how many more, of the network (needs root; default: 0)")
     args = parser.parse_args(argv)
     outcomes = []
-    with ThreadPoolExecutor(args.jobs) as pool:
-        for number, outcome in enumerate(pool.map(strike, faults(args.faults, args.seed)), 1):
-            outcomes.append(outcome)
-            for problem in outcome.problems():
-                print(f"{number}: {outcome.fault}: {problem}", flush=True)
-            if args.out is not None:
-                with args.out.open("a") as file:
-                    file.write(json.dumps(record(outcome)) + "\n")
-            if number % 100 == 0:
-                print(f"{number} of {args.faults}", flush=True)
+    for number, outcome in enumerate(outcomes_of(args), 1):
+        outcomes.append(outcome)
+        for problem in outcome.problems():
+            print(f"{number}: {outcome.fault}: {problem}", flush=True)
+        if args.out is not None:
+            with args.out.open("a") as file:
+                file.write(json.dumps(record(outcome)) + "\n")
+        if number % 100 == 0:
+            print(f"{number} of {args.faults + args.links}", flush=True)
     print(summary(outcomes))
     return int(any(outcome.problems() for outcome in outcomes))
 
@@ -93,7 +114,7 @@ def record(outcome: Outcome) -> dict[str, object]:
 def summary(outcomes: Sequence[Outcome]) -> str:
     """How long the survivors took, by kind, and how much went wrong."""
     rows = [["fault", "faults", "survivors that raised", "median s", "90% s", "worst s", "with problems"]]
-    for kind in KINDS:
+    for kind in (*KINDS, *LINK_KINDS):
         of_kind = [outcome for outcome in outcomes if outcome.fault.kind == kind]
         seconds = sorted(second for outcome in of_kind for second in outcome.seconds)
         if of_kind:

@@ -18,6 +18,8 @@ import types
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from gradwire.testing.links import Links
+
 INTERFACE = "veth"
 BURST = {"100mbit": "64kb", "1gbit": "256kb", "10gbit": "4mb"}
 """tbf's bucket: at least what one timer tick lets through, little enough not to matter in a step."""
@@ -68,6 +70,16 @@ def hosts(count: int, rate: str | None, inside: str | None = None) -> Iterator[l
             with suppress(subprocess.CalledProcessError):
                 _run(f"ip netns delete {name}", quiet=True)
         signal.signal(signal.SIGTERM, previous)
+
+
+@contextmanager
+def links(count: int) -> Iterator[Links]:
+    """Hosts whose links can be cut, for `gradwire.testing.faults`."""
+    with hosts(count, None) as names:
+        switch, address = f"{names[0].rpartition('-')[0]}-sw", "10.77.0.254"
+        _run(f"ip -n {switch} link set lo up")
+        _run(f"ip -n {switch} addr add {address}/24 dev bridge")
+        yield Links(tuple(names), INTERFACE, switch, address)
 
 
 def on_host(name: str, rank: int) -> list[str]:

@@ -1,57 +1,134 @@
-"""10,000 steps with 40 buckets in flight on 4 ranks: no hang, no mismatch, replicas bit-identical all the way.
+"""Soak: every hook for many steps. Memory, threads and sockets stay constant, and replicas stay identical.
 
-python benchmarks/soak.py --hook fp16 --steps 10000 --ranks 4
+    python benchmarks/soak.py                                         # every hook, 10,000 steps on 4 ranks
+    python benchmarks/soak.py --ranks 16 --steps 1000 --hooks int8 topk
+
+Layers have random sizes and buckets a random cap, the same on all ranks. In one step of a hundred a rank has an inf or
+a NaN, and all ranks must skip it. Ranks pause at random. Ten times on the way `verify()` compares the replicas and the
+hook's results. In the second half, the resident memory of a rank must not grow by more than 4 MB and 512 bytes per
+step, and its threads and sockets must stay the same.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import math
+import os
+import random
 import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
+from gradwire.exchanges import EXCHANGES
 from gradwire.testing import spawn_ranks
+from gradwire.tools.records.table import text_table
 
-LAYERS, WIDTH = 40, 16
+HOOKS = (
+    *(name for name in EXCHANGES if name not in ("noop", "powersgd")),
+    "fp16:feedback=true",
+    "int8:rounding=stochastic",
+    "int4:feedback=true,exempt=none",
+    "int3:allocate=true,exempt=none",
+    "sign:feedback=true,exempt=none",
+    "powersgd:rank=1,min_compression=0.5",
+    "powersgd:rank=1,batched=true",
+)
+LAYERS, CHECKS = 12, 10
+NON_FINITE, PAUSES, PAUSE_S = 0.01, 0.02, 0.02
+MOST_BYTES, MOST_BYTES_PER_STEP = 4 << 20, 512
+"""By how much the memory may grow in the second half: allocators keep some of what they have freed."""
 
 
-def rank_main(rank: int, size: int, spec: str, steps: int) -> dict[str, object]:
-    """Train on random data, verify every tenth of the way."""
-    torch.manual_seed(0)
-    layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]
-    model = DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=WIDTH * WIDTH * 4 / 2**20)
-    hook = gradwire.register(model, spec)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    data = torch.Generator().manual_seed(rank)
-    began = time.perf_counter()
+def held() -> tuple[int, int, int]:
+    """The resident bytes, threads and sockets of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    sockets = 0
+    for entry in os.listdir("/proc/self/fd"):
+        link = Path("/proc/self/fd", entry)
+        sockets += link.is_symlink() and os.readlink(link).startswith("socket:")
+    return pages * os.sysconf("SC_PAGE_SIZE"), len(os.listdir("/proc/self/task")), sockets
+
+
+def model_of(draw: random.Random) -> DistributedDataParallel:
+    """Layers of random widths, in buckets of a random size."""
+    widths = [draw.choice((8, 16, 33, 64, 100)) for _ in range(LAYERS + 1)]
+    torch.manual_seed(draw.getrandbits(32))
+    layers = [nn.Linear(*pair) for pair in itertools.pairwise(widths)]
+    return DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=draw.choice((0.001, 0.01, 0.1)))
+
+
+def rank_main(rank: int, size: int, spec: str, steps: int) -> dict[str, Any]:
+    """Train on random data; what was held at each check, and how many steps were skipped."""
+    draw, own = random.Random(f"{spec} {size}"), random.Random(rank)
+    model = model_of(draw)
+    hook, optimizer = gradwire.register(model, spec), torch.optim.SGD(model.parameters(), lr=1e-3)
+    data, samples, skipped, width = torch.Generator().manual_seed(rank), [], 0, model.module[0].in_features
     for step in range(1, steps + 1):
+        bad = draw.choice((math.inf, math.nan)) if draw.random() < NON_FINITE else 1.0
+        guilty = draw.randrange(size)
         optimizer.zero_grad()
-        model(torch.randn(4, WIDTH, generator=data)).square().mean().backward()
-        optimizer.step()
-        if step % max(1, steps // 10) == 0:
-            checked = hook.verify()
-            if rank == 0:
-                print(f"{step:>6} steps, {time.perf_counter() - began:6.0f} s: {checked}", flush=True)
+        loss = model(torch.randn(4, width, generator=data)).square().mean()
+        (loss * bad if rank == guilty else loss).backward()
+        finite = all(bool(torch.isfinite(param.grad).all()) for param in model.parameters())
+        assert finite == (bad == 1.0), f"step {step}: a rank had {bad}, and the mean is finite: {finite}"
+        skipped += not finite
+        if finite:
+            optimizer.step()
+        if own.random() < PAUSES:
+            time.sleep(own.random() * PAUSE_S)
+        if step % max(1, steps // CHECKS) == 0:
+            samples.append((step, *held()))
+            hook.verify()  # no rank closes its connections before all have counted theirs
     stats = hook.stats()
     hook.close()
-    return {"steps": stats.steps, "buckets": stats.buckets}
+    return {"samples": samples, "skipped": skipped, "buckets": stats.buckets}
 
 
-def main() -> None:
-    """Run and report."""
+def problems(samples: Sequence[tuple[int, int, int, int]]) -> tuple[float, list[str]]:
+    """The growth of the memory in bytes per step, and what did not stay as it was."""
+    (first, *before), (last, *after) = samples[len(samples) // 2 - 1], samples[-1]
+    grown, steps = after[0] - before[0], max(last - first, 1)
+    growth, too_much = grown / steps, grown > MOST_BYTES + MOST_BYTES_PER_STEP * steps
+    found = [f"memory grew by {growth:.0f} bytes per step"] if too_much else []
+    names = zip(("threads", "sockets"), before[1:], after[1:], strict=True)
+    return growth, found + [f"{name}: {was} before, {now} after" for name, was, now in names if was != now]
+
+
+def soak(spec: str, ranks: int, steps: int) -> list[str]:
+    """A row of the table for one hook; the last cell holds what went wrong."""
+    began = time.monotonic()
+    try:
+        results = spawn_ranks(ranks, rank_main, spec, steps, timeout_s=12 * 3600)
+    except Exception as error:
+        return [spec, str(ranks), str(steps), "", "", "", "", "", f"{type(error).__name__}: {error}"]
+    judged = [problems(result["samples"]) for result in results]
+    wrong = "; ".join(f"rank {rank}: {text}" for rank, (_, found) in enumerate(judged) for text in found)
+    *_, threads, sockets = results[0]["samples"][-1]
+    growth, first = max(growth for growth, _ in judged), results[0]
+    cells = [f"{first['buckets']:.1f}", first["skipped"], f"{growth:.0f}", threads, sockets]
+    print(f"{spec}: {time.monotonic() - began:.0f} s: {wrong or 'ok'}", flush=True)
+    return [spec, str(ranks), str(steps), *map(str, cells), wrong or "none"]
+
+
+def main() -> int:
+    """Run all hooks, one after the other. Returns 1 if anything went wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hook", default="fp16")
+    parser.add_argument("--hooks", nargs="+", default=list(HOOKS))
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--ranks", type=int, default=4)
     args = parser.parse_args()
-    results = spawn_ranks(args.ranks, rank_main, args.hook, args.steps, timeout_s=4 * 3600)
-    print(
-        f"{args.hook}: {results[0]['steps']} steps, {results[0]['buckets']:.1f} buckets a step, {args.ranks} ranks: ok"
-    )
+    rows = [soak(spec, args.ranks, args.steps) for spec in args.hooks]
+    head = ["hook", "ranks", "steps", "buckets", "skipped", "growth B/step", "threads", "sockets", "problems"]
+    print(text_table([head, *rows], right=range(1, 8)))
+    return int(any(row[-1] != "none" for row in rows))
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())
