@@ -4,7 +4,7 @@
     python benchmarks/codebooks.py --check    # compare them with the ones in the package
 
 Gradients inside a block of 64 look normal, so their distribution over the block's scale is known in closed form: no
-data set is needed, and the result is as good as one trained on real gradients (see `docs/codecs.md`). A codebook is a
+data set is needed, and the result is as good as one trained on real gradients (see `docs/methods.md`). A codebook is a
 pair of odd polynomials. Lloyd's algorithm runs inside that family: the cells of the encoder give the decoder by least
 squares, the midpoints of the decoder's levels give the encoder, and so on until nothing moves.
 """

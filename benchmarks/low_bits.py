@@ -28,6 +28,7 @@ from gradwire import kernels
 from gradwire.exchanges.base import Exchange
 from gradwire.exchanges.bucket import Bucket, Segment, segments_of
 from gradwire.exchanges.coded import Coded
+from gradwire.exchanges.low_rank import LowRank
 from gradwire.exchanges.whiten import SecondMoments
 from gradwire.optim.one_bit import Kind, OneBitAdamW
 from gradwire.tools.workload import GPT, Workload, WorkloadSettings, even_windows
@@ -89,6 +90,11 @@ class Task:
 def bits_of(exchange: Exchange, segments: Sequence[Segment], step: int) -> tuple[float, float]:
     """Bits per value of a message: of the tensors that are encoded, and of all, exempt ones in float32 included."""
     total = sum(segment.numel for segment in segments)
+    if isinstance(exchange, LowRank) and step >= exchange.warmup:
+        layout = exchange.lay_out(Bucket(0, torch.empty(0), tuple(segments), is_last=True))
+        exempt = sum(numel for _, numel in layout.rest)
+        thin = (layout.values - exempt) / (2 if exchange.sides == "one" else 1)
+        return 32.0 * thin / (total - exempt), 32.0 * (thin + exempt) / total
     if not isinstance(exchange, Coded) or step < exchange.warmup:
         return 32.0, 32.0
     runs = exchange.runs(Bucket(0, torch.empty(0), tuple(segments), is_last=True))

@@ -15,8 +15,9 @@ import sys
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -40,13 +41,18 @@ def mlp() -> nn.Sequential:
 
 
 def launch(
-    hosts: Sequence[str], hooks: Sequence[str], settings: dict[str, Any], limit_s: float, script: str
+    hosts: Sequence[str],
+    hooks: Sequence[str],
+    settings: dict[str, Any],
+    limit_s: float,
+    script: str,
+    env: Mapping[str, str] = MappingProxyType({}),
 ) -> list[dict[str, Any]]:
-    """One process per host; what rank 0 measured, or what became of it. `settings` are for the ranks."""
+    """One process per host; what rank 0 measured, or what became of it. `settings` and `env` are for the ranks."""
     with tempfile.TemporaryDirectory() as folder:
         job = Path(folder, "job.json")
         job.write_text(json.dumps({"hooks": list(hooks), "ranks": len(hosts), **settings}))
-        processes = [start_rank(host, rank, job, script) for rank, host in enumerate(hosts)]
+        processes = [start_rank(host, rank, job, script, env) for rank, host in enumerate(hosts)]
         try:
             deadline = time.monotonic() + limit_s
             texts = [process.communicate(timeout=max(deadline - time.monotonic(), 0.1))[0] for process in processes]
@@ -63,10 +69,10 @@ def launch(
         return [json.loads(line) for line in Path(folder, "records.jsonl").read_text().splitlines()]
 
 
-def start_rank(host: str, rank: int, job: Path, script: str) -> subprocess.Popen[str]:
+def start_rank(host: str, rank: int, job: Path, script: str, more: Mapping[str, str]) -> subprocess.Popen[str]:
     """A rank in its namespace, on one core."""
     command = [*netns.on_host(host, rank), sys.executable, script]
-    env = {**os.environ, **KEEP_MEMORY, "GLOO_SOCKET_IFNAME": netns.INTERFACE, "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, **KEEP_MEMORY, "GLOO_SOCKET_IFNAME": netns.INTERFACE, "OMP_NUM_THREADS": "1", **more}
     return subprocess.Popen(
         [*command, "--rank", str(rank), "--job", str(job)],
         env=env,
@@ -103,6 +109,7 @@ class Run(ABC):
         self.error: float | None = None
         self.times: list[float] = []
         self.sent: list[float] = []
+        self.cpu: list[float] = []
 
     @abstractmethod
     def step(self) -> None:
@@ -121,30 +128,32 @@ class Run(ABC):
         """Fit the number of steps of a round to the time there is."""
         self.steps = max(1, min(40, int(seconds / self.timed(2)[0])))
 
-    def timed(self, steps: int) -> tuple[float, float]:
-        """Seconds and sent bytes per step; the slowest rank counts."""
+    def timed(self, steps: int) -> tuple[float, float, float]:
+        """Seconds, sent bytes and seconds of CPU time per step; the slowest rank counts, and this one's CPU time."""
         dist.barrier()
-        sent, began = sent_bytes(), time.perf_counter()
+        sent, began, used = sent_bytes(), time.perf_counter(), time.process_time()
         for _ in range(steps):
             self.step()
         ended = torch.tensor(time.perf_counter() - began)
         dist.all_reduce(ended, dist.ReduceOp.MAX)  # behind it the last bytes have left, too
-        return float(ended) / steps, (sent_bytes() - sent) / steps
+        return float(ended) / steps, (sent_bytes() - sent) / steps, (time.process_time() - used) / steps
 
     def measure(self) -> None:
         """One round."""
         if not self.failed:
-            seconds, moved = self.timed(self.steps)
+            seconds, moved, used = self.timed(self.steps)
             self.times.append(seconds)
             self.sent.append(moved)
+            self.cpu.append(used)
 
     def record(self) -> dict[str, Any]:
         """What goes into the file."""
         if self.failed:
             return {"hook": self.name, "failed": self.failed}
         times_ms = [1e3 * value for value in self.times]
-        sent_mb = statistics.median(self.sent) / 1e6
-        return {"hook": self.name, "step_ms": times_ms, "sent_mb": sent_mb, "error": self.error, **self.details()}
+        sent_mb, cpu_ms = statistics.median(self.sent) / 1e6, 1e3 * statistics.median(self.cpu)
+        measured = {"step_ms": times_ms, "cpu_ms": cpu_ms, "sent_mb": sent_mb, "error": self.error}
+        return {"hook": self.name, **measured, **self.details()}
 
 
 def run_rank(args: argparse.Namespace, make: Callable[[str, dict[str, Any]], Run]) -> None:

@@ -185,10 +185,11 @@ def print_cell(ranks: int, rate: str, bucket_mb: float | None, cell: list[dict])
 
 
 HEADER = (
-    f"{'hook':<24}{'step ms':>8}  {'min-max':<11}{'vs plain':>9}{'vs fp16':>9}{'x limit':>9}{'MB sent':>9}{'error':>9}"
-    f"{'MB kept':>9}  same bits"
+    f"{'hook':<24}{'step ms':>8}  {'min-max':<11}{'vs plain':>9}{'vs fp16':>9}{'x limit':>9}{'CPU ms':>8}"
+    f"{'MB sent':>9}{'error':>9}{'MB kept':>9}  same bits"
 )
-"""Median step; times faster than plain DDP and than torch's fp16; multiple of max(noop step, wire time)."""
+"""Median step; times faster than plain DDP and than torch's fp16; multiple of max(noop step, wire time);
+CPU time of a rank's threads per step, without what the kernel does for its packets in another process's time."""
 
 
 def line(row: dict, medians: dict[str, float], rate: str) -> str:
@@ -200,7 +201,7 @@ def line(row: dict, medians: dict[str, float], rate: str) -> str:
     faster = f"{ratio(medians, 'plain', step):>9}{ratio(medians, 'torch:FP16_COMPRESS', step):>9}"
     same = "yes" if row["identical"] else "no"
     moved = f"{row['sent_mb']:>9.2f}{row['error']:>9.1e}{row['kept_mb']:>9.2f}  {same}"
-    return f"{row['hook']:<24}{step:>8.1f}  {spread:<11}{faster}{limit:>9.2f}{moved}"
+    return f"{row['hook']:<24}{step:>8.1f}  {spread:<11}{faster}{limit:>9.2f}{row['cpu_ms']:>8.1f}{moved}"
 
 
 def ratio(medians: dict[str, float], base: str, step: float) -> str:

@@ -16,11 +16,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire.optim import DiLoCo, LocalSGD, OneBitAdamW
+from gradwire.tools.workload import even_windows, library_text
 
 Loss = Callable[[nn.Module], Tensor]
 
@@ -99,6 +101,24 @@ def run(args: argparse.Namespace, make: Callable[[], nn.Module], loss_of: Loss, 
         gradwire.log("val_loss", held_out(module))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def run_on_text(args: argparse.Namespace, make: Callable[[], nn.Module], batch: int, length: int) -> None:
+    """`run` on the source of Python's standard library: a model of bytes predicts each next one.
+
+    A batch has this number of windows of `length` bytes, of which the last one is only predicted.
+    """
+    text, offsets = library_text(4_000_000), torch.arange(length)
+
+    def of(model: nn.Module, windows: Tensor) -> Tensor:
+        return F.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
+
+    def on_a_batch(model: nn.Module) -> Tensor:
+        starts = torch.randint(text.train.numel() - length, (batch,))
+        return of(model, text.train[starts[:, None] + offsets].long())
+
+    held_out = even_windows(text.held_out, 256, length)
+    run(args, make, on_a_batch, lambda model: of(model, held_out))
 
 
 def _rate(step: int, steps: int) -> float:
