@@ -93,7 +93,7 @@ def test_candidates_alternate_step_by_step():
 
 
 @pytest.mark.parametrize("period", [2, 3, 4, 6, 8])
-@pytest.mark.parametrize("phase", [0, 1])
+@pytest.mark.parametrize("phase", [0, pytest.param(1, marks=pytest.mark.thorough)])
 def test_periodic_work_of_the_script_does_not_bias_the_choice(period, phase):
     """An optimizer's step after some backward passes, say."""
     cost = lambda rank, spec, step: {"exact": 0.1, "bf16": 0.12, "int8": 0.13}[spec] + 0.04 * (step % period == phase)  # noqa: E731

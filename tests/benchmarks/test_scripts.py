@@ -18,8 +18,12 @@ import error
 import error_plot
 import kernels
 import low_bits
+import peer_envs
+import peers
+import peers_page
 import references
 import simulated_workers
+import time_to_loss
 
 TINY = WorkloadSettings(layers=1, width=32, heads=2, context=16, batch=2, text_bytes=50_000)
 
@@ -166,3 +170,59 @@ def test_gaps_of_low_bits_are_paired_by_seed():
     rows = [{"method": m, "seed": s, "steps": 9, "loss": loss, "bits": 2.1} for (m, s), loss in losses.items()]
     (line,) = low_bits.table(rows).splitlines()[2:]
     assert line == "| 9 | `int2` | 2.10 | 2 | +0.2000 | +0.28 of 0.707 | +0.300 | +0.100 +0.300 |"
+
+
+def test_peers_are_a_table_and_a_chart(tmp_path):
+    same = {"ranks": 2, "rate": "1gbit", "date": "2026-11-18", "cpu_ms": [60.0], "error": 5e-3, "identical": True}
+    rows = [
+        {**same, "hook": "grace:qsgd", "step_ms": [300.0, 340.0], "sent_mb": 8.7},
+        {**same, "hook": "int8", "step_ms": [100.0, 110.0], "sent_mb": 8.5},
+        {**same, "hook": "noop", "step_ms": [50.0, 50.0], "sent_mb": 0.0},
+        {**same, "hook": "bagua", "failed": "cannot be installed: needs <CUDA>"},
+    ]
+    peers_page.write(rows, tmp_path, "busy")
+    lines = peers_page.table(rows).splitlines()
+    assert [line.split(" | ")[0] for line in lines[2:5]] == ["| no communication", "| gradwire `int8`", "| GRACE, qsgd"]
+    assert "| 105 | 100-110 | 55 | 60 | yes |" in lines[3]
+    assert "needs <CUDA>" in lines[-1]
+    page, chart = ((tmp_path / name).read_text() for name in ("peers.md", "peers.svg"))
+    assert "**busy**" in page
+    assert len(ET.fromstring(chart).findall(".//{http://www.w3.org/2000/svg}title")) == 3
+
+
+def test_time_to_loss_is_read_off_a_curve():
+    assert time_to_loss.steps_to([4.0, 3.0, 2.0], 10, 2.5) == 15.0
+    assert time_to_loss.steps_to([4.0, 3.0, 2.0], 10, 1.0) is None
+    curves = [
+        {"ranks": 2, "seed": 0, "method": method, "every": 10, "losses": [4.0 - rate * i for i in range(46)]}
+        for method, rate in (("plain", 0.05), ("int8", 0.04))
+    ]
+    times = [
+        {"ranks": 2, "rate": "1gbit", "hook": hook, "step_ms": [ms]} for hook, ms in (("plain", 100.0), ("int8", 40.0))
+    ]
+    lines = time_to_loss.table(curves, times, 2).splitlines()
+    assert lines[2] == "| plain | 30.0 s (300) |"
+    assert "| int8 | 15.0 s (375) |" in lines
+    assert ET.fromstring(time_to_loss.picture(curves, times, 2)) is not None
+
+
+def test_a_peer_never_brings_its_own_torch(tmp_path):
+    info = tmp_path / "peer-1.0.dist-info"
+    info.mkdir()
+    needs = ["torch>=99", "nvidia-nccl", "numpy", "numpy<1; extra == 'old'", "packaging<1", "no-such-package>=2"]
+    (info / "METADATA").write_text("Name: peer\nVersion: 1.0\n" + "".join(f"Requires-Dist: {need}\n" for need in needs))
+    assert sorted(peer_envs.missing(tmp_path)) == ["no-such-package>=2", "packaging<1"]
+    assert peer_envs.version(tmp_path, "Peer") == "1.0"
+    with pytest.raises(peer_envs.InstallError, match="no such thing"):
+        peer_envs.run([sys.executable, "-c", "raise ValueError('no such thing')"])
+
+
+def test_rounds_of_all_passes_are_kept_and_a_failure_stays():
+    rows = {}
+    for step_ms in (1.0, 2.0):
+        peers.merge(rows, {"hook": "int8", "step_ms": [step_ms], "cpu_ms": [step_ms]})
+        peers.merge(rows, {"hook": "bagua", "failed": f"pass {step_ms}"})
+    assert rows["int8"]["step_ms"] == [1.0, 2.0]
+    peers.merge(rows, {"hook": "int8", "failed": "hangs"})
+    peers.merge(rows, {"hook": "int8", "step_ms": [3.0], "cpu_ms": [3.0]})
+    assert (rows["int8"]["failed"], rows["bagua"]["failed"]) == ("hangs", "pass 1.0")

@@ -9,6 +9,8 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 import simulate
 
+pytestmark = pytest.mark.usefixtures("recorded_work")
+
 FREE = {"alpha_s": 0.0, "bytes_per_s": 1e15, "r_squared": 1.0}
 SLOW = {"alpha_s": 0.05, "bytes_per_s": 1e15, "r_squared": 1.0}
 COLLECTIVES = ("all_reduce", "all_gather", "all_to_all")

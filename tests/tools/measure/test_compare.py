@@ -55,6 +55,7 @@ def script(tmp_path, monkeypatch):
     return Script("train.py")
 
 
+@pytest.mark.long
 def test_harm_is_found_in_a_script_that_runs_and_what_goes_wrong_is_said(script, capsys):
     """Planted harm, the sign hook, plain DDP, and every way to fail, in one go, as starting processes takes seconds."""
     hooks = ["--hooks", "exact", "plain", "sign"]

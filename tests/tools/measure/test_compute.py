@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from gradwire.engine.observers import Observer
 from gradwire.errors import SpecError
 from gradwire.exchanges.bucket import make_bucket
 from gradwire.testing import thread_ranks
@@ -25,17 +26,24 @@ class Loss:
         self.clock.sleep(0.005)
 
 
+class Seen(Observer):
+    seen = 0
+
+    def after_mean(self, bucket):
+        self.seen += 1
+
+
 def _measure(rank, clock):
-    hook, seen = rank.hook("noop"), []
-    hook.after_mean = seen.append
+    hook = rank.hook("noop")
+    hook.observers = [observer := Seen()]
 
     def forward():
         clock.sleep(0.02)
         return Loss(hook, clock)
 
     found = measure_compute(hook, forward, lambda: clock.sleep(0.003), steps=3, cores=1)
-    assert hook.after_mean == seen.append
-    assert seen == []
+    assert hook.observers == [observer]
+    assert observer.seen == 0
     return found
 
 

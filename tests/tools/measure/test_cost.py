@@ -23,6 +23,7 @@ SPECS = [
     "int4:exempt=none",
     "powersgd:rank=2,batched=true,resync=2",
     "powersgd:rank=1,wire=int8,iterations=2",
+    "powersgd:rank=2,sides=one",
 ]
 SHAPES = [(40, 70), (70,), (128, 64), (64,), (9, 8), (300, 101)]
 STEPS = 3

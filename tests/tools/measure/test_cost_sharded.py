@@ -26,6 +26,7 @@ from gradwire.tools.measure.simulate_sharded import (
     timeline_of,
 )
 
+pytestmark = pytest.mark.usefixtures("recorded_work")
 LINK = Link(8 / PAYLOAD)  # a byte per second
 
 

@@ -168,7 +168,7 @@ print("trained")
 """
 
 
-def test_a_script_that_is_alone_ends_when_it_builds_its_model(tmp_path, capfd):
+def test_a_script_that_is_alone_ends_when_it_builds_its_model(tmp_path, capfd, forked_ranks):
     path = tmp_path / "train.py"
     path.write_text(ALONE)
     assert main(["headroom", str(path)]) == 1
@@ -275,8 +275,7 @@ if dist.get_rank() == 0:
 """
 
 
-@pytest.mark.long
-def test_a_script_is_timed_and_trains_to_its_end(tmp_path, capfd):
+def test_a_script_is_timed_and_trains_to_its_end(tmp_path, capfd, forked_ranks):
     path = tmp_path / "train.py"
     path.write_text(SCRIPT)
     code, printed = main(["headroom", "--nproc", "2", "--steps", "8", "--json", str(path)]), capfd.readouterr()

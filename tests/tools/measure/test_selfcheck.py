@@ -1,10 +1,7 @@
 """The self-check: it passes here, it finds a planted mistake, and it says clearly what it cannot check."""
 
 import json
-import os
 import socket
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -20,12 +17,15 @@ from gradwire.tools.measure.kernel_bits import kernel_differences, kernel_speed
 from gradwire.tools.measure.selfcheck import Facts, Row, _agreed, _together, all_hooks, device_problem
 from gradwire.tools.report.selfcheck import to_html, to_text
 
+from ...kit.forked import run_programs
+
 CPU = torch.device("cpu")
 FACTS = Facts("host", "cpu", "x86", "torch 2", "numba", ("int8",))
 PLANTED = """
-import sys
+import os, sys
 from gradwire import kernels
 from gradwire.tools.cli import main
+os.environ["RANK"] = os.environ["LOCAL_RANK"] = sys.argv[1]
 kernels.load()
 right = kernels._numba.int8.encode_
 def wrong(wire, *args):
@@ -125,7 +125,7 @@ def _checked(rank, size, hooks):
     return checking.run(rank, size, {"device": "cpu", "hooks": hooks}, lambda part, doing: None)
 
 
-@pytest.mark.parametrize("size", [1, 3, 4])
+@pytest.mark.parametrize("size", [1, pytest.param(3, marks=pytest.mark.thorough), 4])
 def test_it_passes_on_other_numbers_of_ranks(size):
     hooks = ["exact", "noop", "int4:feedback=true", *(["two_level:node=2"] if size == 4 else [])]
     results = spawn_ranks(size, _checked, hooks, timeout_s=200.0)
@@ -137,7 +137,7 @@ def test_it_passes_on_other_numbers_of_ranks(size):
     assert [row["hook"] for row in results[0]["rows"]] == ["plain", *hooks]
 
 
-def test_the_command_checks_and_writes_json_and_a_page(capfd, tmp_path):
+def test_the_command_checks_and_writes_json_and_a_page(capfd, tmp_path, forked_ranks):
     page = tmp_path / "selfcheck.html"
     words = ["selfcheck", "--device", "cpu", "--hooks", "int8", "powersgd", "--json", "--report", str(page)]
     assert main(words) == 0
@@ -154,23 +154,15 @@ def test_the_command_checks_and_writes_json_and_a_page(capfd, tmp_path):
     assert page.read_text() == to_html(result)
 
 
-def test_a_planted_wrong_kernel_ends_with_1_and_is_named():
+def test_a_planted_wrong_kernel_ends_with_1_and_is_named(tmp_path):
+    script = tmp_path / "planted.py"
+    script.write_text(PLANTED)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", PLANTED],
-            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    (out, err), (nothing, _) = (process.communicate(timeout=240) for process in processes)
-    assert [process.returncode for process in processes] == [1, 1], err
+    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    (first, out, err), (second, nothing, _) = run_programs([str(script), "0"], [str(script), "1"], env=env)
+    assert (first, second) == (1, 1), err
     assert "int8, kernels: encode: 1 of " in out
     assert "int8, mean: bucket 0: " in out
     assert [line.split()[:3] for line in out.splitlines() if line.startswith("int8 ")] == [["int8", "WRONG", "WRONG"]]

@@ -16,6 +16,7 @@ from gradwire.tools.measure.simulate import Pick, Scene, blocks, noise_error, pi
 from ..cli.messages import is_short
 from ..report.forecasts import forecast
 
+pytestmark = pytest.mark.usefixtures("recorded_work")
 SCENE = Scene(ranks=(2, 8), links=(Link(1e8, 1e-4),), compute_s=0.01, params=300_000)
 
 

@@ -189,6 +189,10 @@ def advise(
     Raises:
         SpecError: Something cannot be measured. Nothing has been started.
         RunFailed: The script failed, or trained too few steps.
+
+    Examples:
+        >>> advice = gradwire.advisor.advise(link="100mbit")  # the built-in GPT
+        >>> advice.pick, advice.line
     """
     checked = [pair_name(*split_pair(hook)) if "/" in hook else str(exchange(hook)) for hook in hooks]
     Auto(hooks=tuple(NestedSpec(hook.partition("/")[0]) for hook in checked), max_error=max_error)

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from gradwire.engine.events import Moment, now, seconds
 from gradwire.engine.hook import Hook
+from gradwire.engine.observers import Observer
 from gradwire.errors import SpecError
+from gradwire.exchanges.bucket import Bucket
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,19 +46,30 @@ class Compute:
 def measure_compute(
     hook: Hook, forward: Callable[[], Tensor], after: Callable[[], None] = lambda: None, *, steps: int = 5, cores: float
 ) -> Compute:
-    """Measure medians over `steps` steps: `forward()` returns the loss, `after()` is the optimizer's step.
+    """Measure what a step computes, without communication.
 
-    The hook must be `noop` meanwhile, so every rank trains by itself: use a model that can be thrown away. `cores` are
-    those that this rank has to itself.
+    Args:
+        hook: A hook that is `noop` meanwhile, so that every rank trains by itself: use a model that can be thrown away.
+        forward: Returns the loss.
+        after: The optimizer's step.
+        steps: The number of steps that medians are taken over.
+        cores: The number of cores that this rank has to itself.
+
+    Returns:
+        The times of forward, of the backward pass up to each bucket, and of the rest.
+
+    Examples:
+        >>> hook = gradwire.register(model, "noop")
+        >>> compute = gradwire.advisor.measure_compute(hook, lambda: loss(model(batch)), optimizer.step, cores=1)
     """
     if hook.exchange.lanes:
         raise SpecError(f"compute is measured under the hook 'noop', this one is {hook.exchange}; use hook.switch")
     arrived: list[Moment] = []
-    hook.after_mean, kept = lambda bucket: arrived.append(now(hook.device)), hook.after_mean
+    hook.observers, kept = [_Arrivals(arrived, hook.device)], hook.observers
     try:
         taken = [_step(forward, after, arrived, hook.device) for _ in range(steps)]
     finally:
-        hook.after_mean = kept
+        hook.observers = kept
     forward_s, backward_s, after_s, *ready_s = (statistics.median(column) for column in zip(*taken, strict=True))
     return Compute(
         forward_s=forward_s,
@@ -66,6 +79,17 @@ def measure_compute(
         cores=cores,
         threads=min(torch.get_num_threads(), max(1, round(cores))),
     )
+
+
+class _Arrivals(Observer):
+    """Notes when each bucket arrives."""
+
+    def __init__(self, arrived: list[Moment], device: torch.device) -> None:
+        self._arrived, self._device = arrived, device
+
+    def after_mean(self, bucket: Bucket) -> None:
+        """Under `noop` it is done as soon as it is there."""
+        self._arrived.append(now(self._device))
 
 
 def _step(

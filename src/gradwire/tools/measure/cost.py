@@ -70,10 +70,24 @@ def predict(
     compute: Compute,
     cpu_cost: CpuCost = NO_CPU_COST,
 ) -> Prediction:
-    """Predict the step time of `exchange` on `size` ranks.
+    """Predict the step time of an exchange.
 
-    `layouts` are the model's buckets, in order (see `Hook.layouts`). The exchange is rehearsed on this machine; for
-    several links, rehearse it once and call `predict_step`.
+    The exchange is rehearsed on this machine; for several links, rehearse it once and call `predict_step`.
+
+    Args:
+        exchange: What averages.
+        layouts: The model's buckets, in order (see `Hook.layouts`).
+        size: The number of ranks.
+        link: A `Link`, or the result of `probe`.
+        compute: What a step computes, from `measure_compute`.
+        cpu_cost: The CPU time of collectives, `cpu_cost` of a `probe`; without it they take none.
+
+    Returns:
+        The time of a step and its parts.
+
+    Examples:
+        >>> link = gradwire.advisor.Link.parse("1gbit")
+        >>> gradwire.advisor.predict(gradwire.exchange("int8"), buckets, 4, link, compute).step_s
     """
     return predict_step(rehearse(exchange, layouts, size), link, compute, cpu_cost)
 
@@ -86,7 +100,22 @@ def predict_step(
     *,
     at_once: int = THREADS,
 ) -> Prediction:
-    """The same for known traces, which fix the number of ranks. At most `at_once` chunks are under way."""
+    """Predict the step time from known traces.
+
+    Args:
+        buckets: The traces of each bucket's chunks, from `rehearse`. They fix the number of ranks.
+        link: As for `predict`.
+        compute: As for `predict`.
+        cpu_cost: As for `predict`.
+        at_once: The largest number of chunks that are under way.
+
+    Returns:
+        The time of a step and its parts.
+
+    Examples:
+        >>> traces = gradwire.advisor.rehearse(gradwire.exchange("int8"), buckets, 4)
+        >>> gradwire.advisor.predict_step(traces, gradwire.advisor.Link.parse("1gbit"), compute).step_s
+    """
     if len(buckets) != len(compute.ready_s):
         raise SpecError(f"compute has times for {len(compute.ready_s)} buckets, but there are {len(buckets)}")
     traces = list(itertools.chain.from_iterable(buckets))

@@ -189,6 +189,9 @@ def headroom(
     Raises:
         SpecError: There is nothing to measure, as on one rank. Nothing has been started.
         RunFailed: The script failed, or trained too few steps.
+
+    Examples:
+        >>> result = gradwire.advisor.headroom(steps=16, link="100mbit")  # the built-in GPT
     """
     _check(steps, nproc, torchrun)
     job = {"steps": steps, "link": None if link is None else str(Link.parse(link))}

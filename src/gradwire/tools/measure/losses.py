@@ -35,8 +35,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from gradwire.engine import metrics
 from gradwire.engine.hook import Hook
+from gradwire.engine.log import listeners
 from gradwire.models.register import register
 from gradwire.tools.launch.link import emulate
 from gradwire.tools.launch.plan import RunPlan
@@ -191,7 +191,7 @@ def start(plan: RunPlan) -> None:
     _patch_backward(recorder)
     _patch_scaler()
     register_optimizer_step_post_hook(lambda optimizer, args, kwargs: recorder.optimizer_stepped(optimizer))
-    metrics.sinks.append(recorder.log)
+    listeners.append(recorder.log)
     multiprocessing.util.Finalize(None, recorder.finish, exitpriority=0)  # as `launch.run` does
 
 

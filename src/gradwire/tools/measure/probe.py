@@ -110,10 +110,20 @@ class Probe:
 
 
 def probe(hook: Hook, *, pairs: bool | None = None, report: Report = lambda part, doing: None) -> Probe:
-    """Measure over the lanes of a hook. All ranks call it together, between steps. It takes a few seconds.
+    """Measure the connection between the ranks. All ranks call it together, between steps. It takes a few seconds.
 
-    `pairs`: measure each pair of ranks by itself as well, which needs the default process group with the same ranks. By
-    default that is done if the ranks are on several hosts.
+    Args:
+        hook: Measured over its lanes.
+        pairs: Whether to measure each pair of ranks by itself as well, which needs the default process group with the
+            same ranks. By default that is done if the ranks are on several hosts.
+        report: Called with the part that is done and what is being done.
+
+    Returns:
+        A line of latency and bandwidth for each collective, and the speed of each codec.
+
+    Examples:
+        >>> result = gradwire.advisor.probe(hook)
+        >>> result.fits["all_gather"].bytes_per_s
     """
     if hook.size == 1:
         raise SpecError("probe: there is nothing to measure between 1 rank; start at least 2")

@@ -32,7 +32,7 @@ from gradwire.kernels.memory import Scratch
 
 BucketLayout = tuple[Segment, ...]
 """The tensors of one bucket, as in `Hook.layouts`."""
-STEPS = 3
+STEPS = 4
 COLD_BYTES = 64 << 20
 """Read before every bucket to empty the caches, as the backward pass does between buckets in training."""
 CPU = torch.device("cpu")
@@ -74,11 +74,23 @@ def rehearse(
     chunk_bytes: int | None = None,
     device: torch.device = CPU,
 ) -> list[list[Trace]]:
-    """The traces of every bucket's chunks on `size` ranks, as rank 0 would see them.
+    """Average buckets without any other rank, and record what rank 0 would do.
 
-    Each bucket is averaged `steps` times; buckets with the same layout are rehearsed once. `at_step` is the number of
-    steps before, for exchanges that change over time. The times are those of this machine with the threads that torch
-    uses now, or those of an accelerator that the parameters are on.
+    Args:
+        exchange: What averages.
+        layouts: The model's buckets, in order; those with the same layout are rehearsed once.
+        size: The number of ranks.
+        steps: How often each bucket is averaged.
+        at_step: The number of steps before, for exchanges that change over time.
+        chunk_bytes: As for `gradwire.register`.
+        device: Where the gradients are.
+
+    Returns:
+        For each bucket, the traces of its chunks. The times are those of this machine with the threads that torch uses
+        now, or those of an accelerator.
+
+    Examples:
+        >>> gradwire.advisor.rehearse(gradwire.exchange("int8"), buckets, 4)[0][0].sent_bytes
     """
     known: dict[object, list[Trace]] = {}
     traces = []

@@ -99,7 +99,19 @@ class Pick:
 
 
 def simulate(hooks: Sequence[str], scene: Scene, *, report: Report = lambda part, doing: None) -> list[Forecast]:
-    """Predict every hook, in the given order. `exact`, the baseline, comes first if it is not among them."""
+    """Predict the step time of hooks on more ranks than there are.
+
+    Args:
+        hooks: Specs, in the order of the result. `exact`, the baseline, comes first if it is not among them.
+        scene: The model, the link, the ranks and the time that a step computes.
+        report: Called with the part that is done and what is being done.
+
+    Returns:
+        A forecast for each hook.
+
+    Examples:
+        >>> gradwire.advisor.simulate(["bf16", "int8"], scene)
+    """
     named = list(dict.fromkeys(exchange(hook) for hook in hooks))
     exchanges = named if Exact() in named else [Exact(), *named]
     layouts, found = blocks(scene.params), []

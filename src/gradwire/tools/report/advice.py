@@ -18,7 +18,17 @@ FEW_STEPS = 8
 
 
 def advise(group: Group) -> Recommendation:
-    """Which hook to use on the link and ranks of a group, from its measured rows alone."""
+    """Which hook to use on the link and ranks of a group, from its measured rows alone.
+
+    Args:
+        group: A group of `Summary.groups`.
+
+    Returns:
+        The recommended hook, or none, and the reason.
+
+    Examples:
+        >>> gradwire.report.advise(summary.groups[0])
+    """
     if group.exact is None or group.noop is None:
         missing = " and ".join(hook for hook in ("exact", "noop") if group.row(hook) is None)
         return Recommendation(None, "No recommendation", f"There is no measurement of {missing} to compare with.")

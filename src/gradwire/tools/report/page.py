@@ -41,7 +41,18 @@ def render(template: str, **values: Any) -> str:
 
 
 def to_html(summary: Summary, result: Finding | None = None) -> str:
-    """The whole page. `result` takes the place of the recommendation and headroom that the records give."""
+    """The whole report as a page.
+
+    Args:
+        summary: What to show.
+        result: Takes the place of the recommendation and headroom that the records give.
+
+    Returns:
+        One file of HTML that needs no network.
+
+    Examples:
+        >>> Path("report.html").write_text(gradwire.report.to_html(summary))
+    """
     return render(
         "report.html.j2",
         summary=summary,

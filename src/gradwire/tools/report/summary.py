@@ -108,8 +108,17 @@ class Summary:
 def summarise(runs: Sequence[Run]) -> Summary:
     """Take repeats together and order everything.
 
+    Args:
+        runs: Those of one file.
+
+    Returns:
+        A group for each link and number of ranks, with one row per hook.
+
     Raises:
         RecordsError: There is no run, or the runs are not comparable.
+
+    Examples:
+        >>> summary = gradwire.report.summarise(gradwire.report.read(Path("records.jsonl")).runs)
     """
     if not runs:
         raise RecordsError("there is no record to report on; `gradwire bench --out records.jsonl` makes some")

@@ -110,7 +110,17 @@ def origin_text(origin: Origin) -> str:
 
 
 def to_markdown(summary: Summary) -> str:
-    """The whole report, for a pull request."""
+    """The whole report, for a pull request.
+
+    Args:
+        summary: What to show.
+
+    Returns:
+        Markdown.
+
+    Examples:
+        >>> print(gradwire.report.to_markdown(summary))
+    """
     parts = ["## gradwire: does compression pay?", "", heading(summary), ""]
     parts += [section(group) for group in summary.groups]
     alike = [groups for _, members in summary.by_ranks() for groups in by_latency(members)]
