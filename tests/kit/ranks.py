@@ -53,6 +53,8 @@ AVERAGING = tuple(spec for spec in MAIN if gradwire.exchange(spec).lanes)
 FEEDBACK = tuple(spec for spec in MAIN if gradwire.exchange(spec).takes_residual)
 QUICK = ("exact", "noop", "bf16", "int8", "fp16:feedback=true", "powersgd:rank=1,min_compression=0.5")
 """The specs of SPECS that are not left to `thorough`: the exchanges' own tests cover each of the others."""
+QUICK_ON_MORE = ("exact", "int8", "powersgd:rank=1,min_compression=0.5")
+"""The same on more than 2 ranks, where the contracts of exchanges cover the others."""
 
 GROUP_TIMEOUT_S = 60.0
 """A collective that hangs fails after this time. One that works takes a small fraction of a second."""
@@ -120,7 +122,8 @@ def on_ranks(
 ) -> Callable[[Body], Any]:
     """Make a test of a function: it runs on every rank of each of these numbers of ranks, for each of the specs.
 
-    On the numbers of ranks in `thorough` it runs in `make test-all` only, and so do the specs that are not in QUICK.
+    On the numbers of ranks in `thorough` it runs in `make test-all` only, and so do the specs that are not in QUICK, or
+    on more than 2 ranks not in QUICK_ON_MORE.
     """
 
     return lambda body: as_test(body, list(_cases(sizes, specs, thorough)), pool, run_body, timeout_s)
@@ -153,7 +156,8 @@ def _cases(sizes: Sequence[int], specs: Sequence[str], thorough: Collection[int]
     for size in sorted({*sizes, *thorough}):
         for spec in specs or ("",):
             if size == 2 or spec not in SPECS or _runs_everywhere(spec):
-                long = size in thorough or (spec in SPECS and spec not in QUICK)
+                quick = QUICK if size <= 2 else QUICK_ON_MORE
+                long = size in thorough or (spec in SPECS and spec not in quick)
                 name = f"{size}-{spec}" if spec else str(size)
                 yield pytest.param(size, spec, id=name, marks=pytest.mark.thorough if long else ())
 
