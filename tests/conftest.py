@@ -11,7 +11,7 @@ import pytest
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The server that ranks are forked from imports torch while pytest does, and not after it.
-multiprocessing.set_forkserver_preload(["gradwire.testing.preload", "tests.kit.trial"])
+multiprocessing.set_forkserver_preload(["gradwire.testing.preload", "tests.kit.trial", "tests.kit.kernels"])
 forkserver.ensure_running()
 
 
@@ -27,6 +27,13 @@ def _pools() -> Iterator[None]:
 
     yield
     close_pools()
+
+
+@pytest.fixture
+def recorded_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In rehearsals every piece of work takes 10 us, as on an idle machine, however busy this one is."""
+    monkeypatch.setattr("gradwire.tools.measure.rehearse.seconds", lambda began, ended: 1e-5)
+    monkeypatch.setattr("gradwire.tools.measure.rehearse.COLD_BYTES", 4096)
 
 
 @pytest.fixture

@@ -1,9 +1,8 @@
 """A process may leave while a collective is under way: it ends with its own exit code, and is not aborted."""
 
-import subprocess
-import sys
-
 import pytest
+
+from .kit.forked import run_programs
 
 LEAVE = """
 import sys, time, torch, torch.distributed as dist
@@ -31,7 +30,7 @@ sys.exit(7)
     "what", ["headroom", "int8", *(pytest.param(spec, marks=pytest.mark.thorough) for spec in ("exact", "powersgd"))]
 )
 def test_rank_that_exits_during_a_collective_is_not_aborted(tmp_path, what):
-    words = [sys.executable, "-c", LEAVE, str(tmp_path / "store")]
-    ranks = [subprocess.Popen([*words, str(rank), what], stderr=subprocess.PIPE, text=True) for rank in range(2)]
-    ended = [(rank.communicate(timeout=240)[1], rank.returncode) for rank in ranks]
-    assert ended == [("", 7)] * 2
+    script = tmp_path / "leave.py"
+    script.write_text(LEAVE)
+    ended = run_programs(*([str(script), str(tmp_path / "store"), str(rank), what] for rank in range(2)))
+    assert [(err, code) for code, _, err in ended] == [("", 7)] * 2

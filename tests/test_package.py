@@ -1,14 +1,19 @@
 """Importing does nothing, and the public names are there."""
 
+import dataclasses
 import importlib
+import inspect
 import pkgutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import gradwire
 from gradwire.errors import GradwireError, RegisterError, SpecError, StateError, VerifyError, unknown
+
+from .test_docs import script
 
 IMPORT = """
 import os, sys, threading, warnings, logging
@@ -25,13 +30,17 @@ loaded = [getattr(gradwire, name) for name in gradwire.__all__]
 after = (threading.active_count(), list(warnings.filters), torch.get_num_threads(), list(logging.getLogger().handlers))
 assert before == after, (before, after)
 assert not reads, reads
-assert "numba" not in sys.modules
+heavy = {"numba", "llvmlite", "triton", "rich", "jinja2", "shtab", "gradwire.tools.cli"} & set(sys.modules)
+assert not heavy, heavy
 """
 
 
 LIGHT = """
 import sys
-import gradwire, gradwire.tools.cli
+import gradwire
+assert {name for name in sys.modules if name.startswith("gradwire")} == {"gradwire", "gradwire.version"}
+assert not {"asyncio", "dataclasses", "inspect", "logging", "numpy", "torch"} & set(sys.modules)
+import gradwire.tools.cli
 assert "torch" not in sys.modules
 assert {*gradwire.__all__, *gradwire.SUBMODULES} <= set(dir(gradwire))
 assert not hasattr(gradwire, "regsiter")
@@ -102,3 +111,39 @@ def test_error_of_an_unknown_name_lists_what_exists():
     assert unknown("hook", "bf61", ["bf16", "exact"]) == (
         "unknown hook 'bf61'. Did you mean 'bf16'? Available: bf16, exact"
     )
+
+
+ROOT = Path(__file__).parent.parent
+FROZEN = ROOT / "tests" / "golden" / "public_names.txt"
+
+
+def test_one_version_everywhere():
+    assert f"\nversion: {gradwire.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"\n## {gradwire.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+    minor = ".".join(gradwire.__version__.split(".")[:2])
+    assert f"at present {minor}." in (ROOT / "SECURITY.md").read_text()
+
+
+def test_public_names_are_those_that_were_agreed_on():
+    """A name that is missing breaks somebody's program, and a new one is a promise: both must be meant.
+
+    Then change tests/golden/public_names.txt and the changelog.
+    """
+    assert sorted(script("docs_pages").public_names()) == FROZEN.read_text().split()
+
+
+def test_public_names_are_documented():
+    """With arguments, results and an example. Results of functions are dataclasses, whose fields are documented."""
+    lacking = []
+    for name, value in script("docs_pages").public_names().items():
+        text = inspect.getdoc(value) or ""
+        plain = inspect.isclass(value) and (dataclasses.is_dataclass(value) or issubclass(value, Exception))
+        if ".ddp_comm_hooks." in name or not callable(value) or plain:  # torch documents its own
+            continue
+        wanted = ["Examples:"]
+        if inspect.isfunction(value):
+            signature = inspect.signature(value)
+            wanted += ["Args:"] * bool(signature.parameters)
+            wanted += ["Returns:"] * (signature.return_annotation not in (None, "None"))
+        lacking += [f"{name}: {part}" for part in wanted if part not in text]
+    assert lacking == []

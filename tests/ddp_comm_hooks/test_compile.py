@@ -54,6 +54,9 @@ REFUSED_HOOKS = {
     "hook_with_zero_step_interleaved": "a ZeRO step needs buckets",
 }
 HOOKS = [*PLAIN, *REFUSED_HOOKS]
+QUICK_SPECS = ["exact", "int8", "int8:rounding=stochastic", "powersgd", "two_level:node=1", "auto"]
+QUICK_HOOKS = ["fp16_compress_hook", "powerSGD_hook", "_apply_optim_in_backward_hook", "hook_with_zero_step"]
+"""One of each kind; the hook itself is not traced in these two forms. The others run in `make test-all`."""
 
 
 def make_net():
@@ -206,14 +209,20 @@ def check_same(names, *forms):
 
 
 @pytest.mark.timeout(600)
-def test_compiled_module_and_compiled_ddp_with_every_exchange():
+@pytest.mark.parametrize(
+    "specs", [QUICK_SPECS, pytest.param(sorted({*SPECS} - {*QUICK_SPECS}), marks=pytest.mark.thorough)], ids=len
+)
+def test_compiled_module_and_compiled_ddp_with_every_exchange(specs):
     """Some draw random numbers by parameter name: those of a compiled module must be those of the module."""
-    check_same(SPECS, compiled_module, compiled_ddp)
+    check_same(specs, compiled_module, compiled_ddp)
 
 
 @pytest.mark.timeout(600)
-def test_compiled_module_and_compiled_ddp_with_every_drop_in_hook():
-    check_same(HOOKS, compiled_module, compiled_ddp)
+@pytest.mark.parametrize(
+    "hooks", [QUICK_HOOKS, pytest.param(sorted({*HOOKS} - {*QUICK_HOOKS}), marks=pytest.mark.thorough)], ids=len
+)
+def test_compiled_module_and_compiled_ddp_with_every_drop_in_hook(hooks):
+    check_same(hooks, compiled_module, compiled_ddp)
 
 
 @pytest.mark.timeout(600)
