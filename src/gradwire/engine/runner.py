@@ -218,7 +218,7 @@ class LaneRunner:
         self.meter = Meter()
         self._jobs: queue.SimpleQueue[tuple[int, Job, _Pending] | None] = queue.SimpleQueue()
         self._open: set[_Pending] = set()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a garbage collection inside of it may close this runner
         self._next_ticket = 0
         self._error: BaseException | None = None
         self._closed = self._failing = False
@@ -250,12 +250,13 @@ class LaneRunner:
         self._check_usable()
         pending = _Pending(self._next_ticket, len(jobs), result, after, counted, what)
         with self._lock:
+            self._check_usable()  # again: whoever ends what is open must find this too
             idle = not self._open
             self._open.add(pending)
-        for job in jobs:
-            self._add_thread()
-            self._jobs.put((self._next_ticket, job, pending))
-            self._next_ticket += 1
+            for job in jobs:
+                self._add_thread()
+                self._jobs.put((self._next_ticket, job, pending))
+                self._next_ticket += 1
         if idle:
             self.lanes.wait_started(pending.first, KICK_S)
         return pending.future
@@ -283,19 +284,18 @@ class LaneRunner:
 
     def close(self) -> None:
         """Let queued jobs end, then stop the threads and drop the groups."""
-        if self._closed:
+        with self._lock:
+            first, self._closed = not self._closed, True
+        if not first:
             return
-        self._closed = True
         self._at_exit.detach()
         _stop(self._jobs, self._threads, AT_CLOSE_S)
         self.lanes.close()
 
     def _add_thread(self) -> None:
-        """Start a thread, unless those that exist can take one more job."""
-        with self._lock:
-            self._unfinished += 1
-            needed = len(self._threads) < min(self._unfinished, self._most)
-        if needed:
+        """Holding the lock: start a thread, unless those that exist can take one more job."""
+        self._unfinished += 1
+        if len(self._threads) < min(self._unfinished, self._most):
             thread = threading.Thread(target=self._work, name=f"gradwire-{len(self._threads)}", daemon=True)
             self._threads.append(thread)
             thread.start()
@@ -348,13 +348,25 @@ class LaneRunner:
             first, self._failing = not self._failing, True
         if not first:
             return  # the thread of the first error ends all that waits
+        try:
+            error = self._spread(error)
+        finally:  # whatever happens, nobody waits for what will never come
+            self._end_all(error)
+
+    def _spread(self, error: BaseException) -> BaseException:
+        """Tell the other ranks, or ask them if the error is theirs. The error that this rank's backward passes get."""
         lost = _is_lost_connection(error)
         self.lanes.break_(ExchangeError("connection lost") if lost else error)
-        self._error = self._explain(error) if lost else error
+        return self._explain(error) if lost else error
+
+    def _end_all(self, error: BaseException) -> None:
+        """No job can be submitted from now on, and those that were have failed."""
+        waiting: set[_Pending] = set()
         with self._lock:
-            waiting, self._open = self._open, set()
+            self._error = error
+            waiting, self._open = self._open, waiting
         for pending in waiting:
-            pending.end(self._error)
+            pending.end(error)
 
     def _explain(self, error: BaseException) -> ExchangeError:
         """Which rank is to blame for a lost connection, and what it said."""
