@@ -169,6 +169,28 @@ def test_no_job_waits_for_ever_if_its_runner_ends_while_it_is_submitted(ending):
     thread_ranks(1, run)
 
 
+def test_rank_that_gives_up_gets_its_own_error():
+    """And not that of the connections which it has closed."""
+    given_up = threading.Event()
+
+    def run(rank):
+        hook = rank.hook("exact")
+        if rank.rank == 1:
+            given_up.wait(30)
+        future = hook.mean(make_bucket([torch.ones(4)]))
+        if rank.rank == 0:
+            hook.runner.give_up(ValueError("my own mistake"))
+            given_up.set()
+        with pytest.raises(RuntimeError) as caught:
+            future.wait()
+        return str(caught.value)
+
+    own, other = thread_ranks(2, run)
+    assert "ValueError: my own mistake" in own
+    assert "another rank" not in own
+    assert "another rank failed (rank 0: ValueError: my own mistake)" in other
+
+
 class Greedy(Broken):
     """Issues more collectives than it declares."""
 

@@ -355,9 +355,13 @@ class LaneRunner:
 
     def _spread(self, error: BaseException) -> BaseException:
         """Tell the other ranks, or ask them if the error is theirs. The error that this rank's backward passes get."""
-        lost = _is_lost_connection(error)
-        self.lanes.break_(ExchangeError("connection lost") if lost else error)
-        return self._explain(error) if lost else error
+        if not _is_lost_connection(error):
+            self.lanes.break_(error)
+            return error
+        if self.lanes.error is not None:  # this rank has closed the connections itself
+            return self.lanes.error
+        self.lanes.break_(ExchangeError("connection lost"))
+        return self._explain(error)
 
     def _end_all(self, error: BaseException) -> None:
         """No job can be submitted from now on, and those that were have failed."""
@@ -409,7 +413,7 @@ def _leave(jobs: queue.SimpleQueue[Any], threads: Sequence[threading.Thread], la
     If an error of the user's code ends the process, the other ranks learn which.
     """
     error = getattr(sys, "last_value", None)
-    if error is not None and not lanes.broken:
+    if error is not None and lanes.error is None:
         lanes.break_(error)
         lanes.missing(SURVIVORS_S)  # the store may end with this process: let the others read it first
     _stop(jobs, threads, AT_EXIT_S)
