@@ -6,14 +6,13 @@ not block the host, see `stream.py`.
 """
 
 import math
+import os
 import queue
-import sys
 import threading
 import time
 import traceback
-import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -21,7 +20,8 @@ from torch.futures import Future
 
 from gradwire._torch import is_profiled
 from gradwire.engine.gloo import THREADS
-from gradwire.engine.lanes import SURVIVORS_S, Lanes, Traffic, profiled
+from gradwire.engine.lanes import Lanes, Traffic, profiled
+from gradwire.engine.leaving import has_left, leave_at_exit
 from gradwire.engine.stats import Stats
 from gradwire.errors import CLOSED, ExchangeError
 from gradwire.exchanges.base import Comm, Levels
@@ -36,10 +36,7 @@ that it has just woken gets neither the GIL nor the core before a whole time sli
 CUT_OFF = "application timeout caused pair closure"
 """gloo's message to threads that wait on a connection which the time limit of another thread has closed."""
 AT_CLOSE_S = 20
-AT_EXIT_S = 5
-"""How long threads may take to end what is queued. A process must not exit while one is inside torch: the thread would
-return to an interpreter that no longer exists, and abort the process ("terminate called without an active exception").
-Nothing ends a collective of gloo that has begun, so a rank whose peers come later than this is still at risk."""
+"""How long threads may take to end what is queued. Then the connections are closed, and what still waits fails."""
 
 
 class Meter:
@@ -224,7 +221,9 @@ class LaneRunner:
         self._closed = self._failing = False
         self._most, self._threads = threads, list[threading.Thread]()
         self._unfinished = 0
-        self._at_exit = weakref.finalize(self, _leave, self._jobs, self._threads, lanes)
+        self.process = os.getpid()
+        """The process that has the threads. A fork of it has none."""
+        leave_at_exit(self)
 
     def check(self) -> None:
         """A step can begin at any time; `submit` raises what has gone wrong."""
@@ -283,13 +282,33 @@ class LaneRunner:
         return self._error or error
 
     def close(self) -> None:
-        """Let queued jobs end, then stop the threads and drop the groups."""
+        """Let queued jobs end, then stop the threads and drop the groups. Jobs that do not end in time fail."""
+        if not self.stop():
+            return
+        if not self.join(time.monotonic() + AT_CLOSE_S):
+            self.lanes.break_(ExchangeError(CLOSED))
+        if self.join(time.monotonic() + AT_CLOSE_S):
+            has_left(self)
+        self.drop()
+
+    def stop(self) -> bool:
+        """Take no more jobs, and let the threads end after those that are queued. False if that was done before."""
         with self._lock:
             first, self._closed = not self._closed, True
-        if not first:
-            return
-        self._at_exit.detach()
-        _stop(self._jobs, self._threads, AT_CLOSE_S)
+            for _ in self._threads if first else ():
+                self._jobs.put(None)
+        return first
+
+    def join(self, until_s: float) -> bool:
+        """Wait for the end of the threads, but not beyond that moment of `time.monotonic`. True if all have ended."""
+        others = [thread for thread in self._threads if thread is not threading.current_thread()]
+        for thread in others:
+            thread.join(timeout=max(0.0, until_s - time.monotonic()))
+        return not any(thread.is_alive() for thread in others)
+
+    def drop(self) -> None:
+        """Drop the groups, and fail what no thread will run any more."""
+        self._end_all(self._error or ExchangeError(CLOSED))
         self.lanes.close()
 
     def _add_thread(self) -> None:
@@ -395,30 +414,6 @@ class LaneRunner:
 def _is_lost_connection(error: BaseException) -> bool:
     text = str(error).lower()
     return isinstance(error, RuntimeError) and ("gloo" in text or CUT_OFF in text)
-
-
-def _stop(jobs: queue.SimpleQueue[Any], threads: Sequence[threading.Thread], timeout_s: float) -> None:
-    """Let queued jobs end, then the threads, but do not wait longer than that."""
-    for _ in threads:
-        jobs.put(None)
-    until_s = time.monotonic() + timeout_s
-    for thread in threads:
-        if thread is not threading.current_thread():
-            thread.join(timeout=max(0.0, until_s - time.monotonic()))
-
-
-def _leave(jobs: queue.SimpleQueue[Any], threads: Sequence[threading.Thread], lanes: Lanes) -> None:
-    """At the end of the process. Closing the lanes ends gloo's threads while the interpreter still exists.
-
-    If an error of the user's code ends the process, the other ranks learn which.
-    """
-    error = getattr(sys, "last_value", None)
-    if error is not None and lanes.error is None:
-        lanes.break_(error)
-        lanes.missing(SURVIVORS_S)  # the store may end with this process: let the others read it first
-    _stop(jobs, threads, AT_EXIT_S)
-    if not any(thread.is_alive() for thread in threads):
-        lanes.close()
 
 
 def _forget_frames(error: BaseException) -> None:
