@@ -79,3 +79,36 @@ def test_rank_that_does_not_wait_for_the_others_is_not_aborted(tmp_path, what):
     code, said, complaint = late
     assert (code, complaint) == (0, "")
     assert "another rank failed (rank 0: its process ended in the middle of a step)" in said
+
+
+FORK = """
+import os, sys, time
+from datetime import timedelta
+from gradwire._torch import HashStore
+from gradwire.engine.lanes import Lanes
+from gradwire.engine.runner import LaneRunner
+
+runner = LaneRunner(Lanes(HashStore(), 0, 1, timedelta(seconds=20), "forked"))
+runner.open(1)
+runner.run(lambda comm: None)
+child = os.fork()
+if child == 0:
+    sys.exit(3)
+for _ in range(600):
+    ended, status = os.waitpid(child, os.WNOHANG)
+    if ended:
+        break
+    time.sleep(0.05)
+else:
+    os.kill(child, 9)
+    _, status = os.waitpid(child, 0)
+runner.run(lambda comm: print("the engine works"))
+sys.exit(os.waitstatus_to_exitcode(status))
+"""
+
+
+def test_fork_of_a_process_ends_and_leaves_its_engine_alone(tmp_path):
+    """The threads of the engine and of gloo are not in the fork: waiting for them would take for ever."""
+    script = tmp_path / "fork.py"
+    script.write_text(FORK)
+    assert run_programs([str(script)]) == [(3, "the engine works\n", "")]
