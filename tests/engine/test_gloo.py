@@ -1,9 +1,12 @@
 """The shorter ways over gloo give what gloo's own collectives give."""
 
+import threading
+
 import pytest
 import torch
 
 from gradwire.engine.gloo import LARGE_BYTES, SMALL_BYTES, TorchGroup
+from gradwire.engine.runner import CUT_OFF
 from gradwire.testing import thread_ranks
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.uint8, torch.int64)
@@ -83,6 +86,50 @@ def test_rank_that_leaves_ends_the_wait(numel):
         return True
 
     assert all(thread_ranks(2, run))
+
+
+@pytest.mark.parametrize(("size", "numel"), [(2, 1024), (2, LARGE_BYTES + 1), (3, 1024)])
+def test_rank_that_gives_up_ends_its_own_wait(size, numel):
+    """For a rank that has not come to the collective, and does not come before this one has left it."""
+    left = threading.Event()
+
+    def run(rank):
+        runner, ours = lane_of(rank)
+        if rank.rank > 0:
+            left.wait(30)
+            with pytest.raises(RuntimeError):
+                gathered(ours, torch.zeros(numel, dtype=torch.uint8))
+            return ""
+        work = ours.all_gather(torch.empty(size * numel, dtype=torch.uint8), torch.zeros(numel, dtype=torch.uint8))
+        del ours
+        runner.lanes.break_(RuntimeError("gone"))
+        with pytest.raises(RuntimeError) as caught:
+            work.wait()
+        left.set()
+        return str(caught.value).lower()
+
+    assert CUT_OFF in thread_ranks(size, run)[0]
+
+
+def test_all_connections_are_closed_when_one_is_gone_already():
+    left = threading.Event()
+
+    def run(rank):
+        _runner, ours = lane_of(rank)
+        if rank.rank == 1:
+            ours.shutdown()
+        elif rank.rank == 2:
+            left.wait(30)
+        else:
+            with pytest.raises(RuntimeError, match="gloo"):  # when the connection to rank 1 is known to be closed
+                ours._group.recv([torch.empty(1)], 1, 1).wait()
+            work = ours._group.recv([torch.empty(1)], 2, 1)
+            ours.shutdown()
+            with pytest.raises(RuntimeError, match="pair closure"):
+                work.wait()
+            left.set()
+
+    thread_ranks(3, run)
 
 
 def test_long_messages_keep_their_order():

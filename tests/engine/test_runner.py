@@ -133,6 +133,64 @@ def test_late_rank_learns_that_the_others_gave_up(chunk_bytes):
     assert "another rank failed (rank 0: rank 1 did not come in time" in late
 
 
+class Counted(list):
+    """Jobs that are counted after `submit` has seen that the runner works, and before they are queued."""
+
+    def __init__(self, jobs, meanwhile):
+        super().__init__(jobs)
+        self._meanwhile = meanwhile
+
+    def __len__(self):
+        self._meanwhile()
+        return super().__len__()
+
+
+@pytest.mark.parametrize("ending", ["a job fails", "close"])
+def test_no_job_waits_for_ever_if_its_runner_ends_while_it_is_submitted(ending):
+    def run(rank):
+        runner, due = rank.runner(), threading.Event()
+        runner.open(1)
+
+        def fail(comm):
+            due.wait(30)
+            raise KeyError("no such thing")
+
+        def end():
+            due.set()
+            if ending == "close":
+                runner.close()
+            with suppress(RuntimeError):
+                first.wait()
+
+        first = runner.submit([fail if ending == "a job fails" else nothing], torch.empty(0))
+        with pytest.raises(ExchangeError, match="no such thing" if ending == "a job fails" else "closed"):
+            runner.submit(Counted([nothing], end), torch.empty(0)).wait()
+
+    thread_ranks(1, run)
+
+
+def test_rank_that_gives_up_gets_its_own_error():
+    """And not that of the connections which it has closed."""
+    given_up = threading.Event()
+
+    def run(rank):
+        hook = rank.hook("exact")
+        if rank.rank == 1:
+            given_up.wait(30)
+        future = hook.mean(make_bucket([torch.ones(4)]))
+        if rank.rank == 0:
+            hook.runner.give_up(ValueError("my own mistake"))
+            given_up.set()
+        with pytest.raises(RuntimeError) as caught:
+            future.wait()
+        return str(caught.value)
+
+    own, other = thread_ranks(2, run)
+    assert "ValueError: my own mistake" in own
+    assert "another rank" not in own
+    assert "another rank failed (rank 0: ValueError: my own mistake)" in other
+
+
 class Greedy(Broken):
     """Issues more collectives than it declares."""
 

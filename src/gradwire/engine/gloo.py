@@ -33,6 +33,7 @@ gloo's all-to-all sends first: the announcement of the later rank waits behind i
 do not overlap (6% of a step at 100 Mbit/s). Shorter gathers use the all-to-all, which takes less CPU time."""
 
 TAGS = 1 << 30
+BRIEF = timedelta(milliseconds=1)
 SHORT_SUM, LONG_GATHER = "small_all_reduce", "large_all_gather"
 
 
@@ -48,7 +49,7 @@ def way(collective: str, size: int, sent_bytes: float) -> str:
 def new_group(store: Store, rank: int, size: int, timeout: timedelta) -> Gloo:
     """A gloo group as torch makes it, on the same interfaces, but with more collectives at a time."""
     named = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    return Gloo(new_gloo(store, rank, size, named, THREADS if size > 2 else 2, timeout))
+    return Gloo(new_gloo(store, rank, size, named, THREADS if size > 2 else 2, timeout), max(1, len(named)))
 
 
 class TorchGroup:
@@ -81,9 +82,9 @@ class TorchGroup:
 class Gloo(TorchGroup):
     """The collectives of a gloo group, by faster ways where there is one."""
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Any, devices: int = 1) -> None:
         super().__init__(group)
-        self._rank, self._size = self.rank(), self.size()
+        self._rank, self._size, self._devices = self.rank(), self.size(), devices
         self._tag = 0
 
     def all_reduce(self, tensor: Tensor) -> Any:
@@ -107,8 +108,24 @@ class Gloo(TorchGroup):
         return self._group.alltoall_base(rows, empty(rows.shape, rows.dtype, rows.device).copy_(mine), [], [])
 
     def shutdown(self) -> None:
-        """Close the connections."""
-        self._group.shutdown()
+        """Close the connections: collectives under way fail at once, here and on the other ranks.
+
+        torch's own `shutdown` does nothing for gloo, and a group that is dropped first waits until its collectives have
+        ended. But gloo closes all connections of a device when one receive takes too long, so this receives what nobody
+        sends. From a rank that is gone this fails in another way and closes nothing, hence the loop.
+        """
+        for device in range(self._devices):
+            for other in (rank for rank in range(self._size) if rank != self._rank):
+                if self._times_out(other, TAGS + device):
+                    break
+
+    def _times_out(self, other: int, tag: int) -> bool:
+        """Whether a receive waits in vain for a rank that is there. torch chooses the device by the tag."""
+        try:
+            self._group.recv([torch.empty(1)], other, tag).wait(BRIEF)
+        except RuntimeError as error:
+            return "timed out" in str(error).lower()
+        return False
 
     def _swap(self, theirs: Tensor, mine: Tensor) -> Any:
         """Between two ranks: an all-to-all in which no rank sends to itself."""

@@ -237,7 +237,7 @@ class Lane:
             self._wait_for(ticket + 1, timeout_s)
 
     def break_(self, error: BaseException) -> None:
-        """Raise in all threads that wait, and close the connections so that the other ranks' collectives fail too."""
+        """Raise in all threads that wait, and close the connections: collectives fail, those of the other ranks too."""
         with self._lock:
             self._error = error
             for woken in self._waiting.values():
@@ -259,7 +259,9 @@ class Lanes:
         """What makes collectives of coming jobs take longer."""
         self._levels: tuple[Lanes, ...] = ()
         self._made: dict[Levels, tuple[Lanes, ...]] = {}
-        self.broken = False
+        self._breaking = threading.Lock()
+        self.error: BaseException | None = None
+        """Why this rank has closed its connections."""
         self.cut_off = False
         """Whether the store did not answer in time. Nobody asks it again."""
         self.patience_s = SURVIVORS_S
@@ -330,10 +332,11 @@ class Lanes:
             lanes.finish(ticket, part)
 
     def break_(self, error: BaseException) -> None:
-        """This rank cannot go on: tell the others why, and end their waiting."""
-        if self.broken:
-            return
-        self.broken = True
+        """This rank cannot go on: tell the others why, and end all waiting, here and there."""
+        with self._breaking:
+            if self.error is not None:
+                return
+            self.error = error
         if not isinstance(error, ExchangeError):
             self.publish_error(f"{type(error).__name__}: {error}")
         parts = [lanes for made in self._made.values() for lanes in made]

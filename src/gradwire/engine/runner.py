@@ -6,14 +6,13 @@ not block the host, see `stream.py`.
 """
 
 import math
+import os
 import queue
-import sys
 import threading
 import time
 import traceback
-import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -21,7 +20,8 @@ from torch.futures import Future
 
 from gradwire._torch import is_profiled
 from gradwire.engine.gloo import THREADS
-from gradwire.engine.lanes import SURVIVORS_S, Lanes, Traffic, profiled
+from gradwire.engine.lanes import Lanes, Traffic, profiled
+from gradwire.engine.leaving import has_left, leave_at_exit
 from gradwire.engine.stats import Stats
 from gradwire.errors import CLOSED, ExchangeError
 from gradwire.exchanges.base import Comm, Levels
@@ -36,10 +36,7 @@ that it has just woken gets neither the GIL nor the core before a whole time sli
 CUT_OFF = "application timeout caused pair closure"
 """gloo's message to threads that wait on a connection which the time limit of another thread has closed."""
 AT_CLOSE_S = 20
-AT_EXIT_S = 5
-"""How long threads may take to end what is queued. A process must not exit while one is inside torch: the thread would
-return to an interpreter that no longer exists, and abort the process ("terminate called without an active exception").
-Nothing ends a collective of gloo that has begun, so a rank whose peers come later than this is still at risk."""
+"""How long threads may take to end what is queued. Then the connections are closed, and what still waits fails."""
 
 
 class Meter:
@@ -218,13 +215,15 @@ class LaneRunner:
         self.meter = Meter()
         self._jobs: queue.SimpleQueue[tuple[int, Job, _Pending] | None] = queue.SimpleQueue()
         self._open: set[_Pending] = set()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a garbage collection inside of it may close this runner
         self._next_ticket = 0
         self._error: BaseException | None = None
         self._closed = self._failing = False
         self._most, self._threads = threads, list[threading.Thread]()
         self._unfinished = 0
-        self._at_exit = weakref.finalize(self, _leave, self._jobs, self._threads, lanes)
+        self.process = os.getpid()
+        """The process that has the threads. A fork of it has none."""
+        leave_at_exit(self)
 
     def check(self) -> None:
         """A step can begin at any time; `submit` raises what has gone wrong."""
@@ -250,12 +249,13 @@ class LaneRunner:
         self._check_usable()
         pending = _Pending(self._next_ticket, len(jobs), result, after, counted, what)
         with self._lock:
+            self._check_usable()  # again: whoever ends what is open must find this too
             idle = not self._open
             self._open.add(pending)
-        for job in jobs:
-            self._add_thread()
-            self._jobs.put((self._next_ticket, job, pending))
-            self._next_ticket += 1
+            for job in jobs:
+                self._add_thread()
+                self._jobs.put((self._next_ticket, job, pending))
+                self._next_ticket += 1
         if idle:
             self.lanes.wait_started(pending.first, KICK_S)
         return pending.future
@@ -282,20 +282,39 @@ class LaneRunner:
         return self._error or error
 
     def close(self) -> None:
-        """Let queued jobs end, then stop the threads and drop the groups."""
-        if self._closed:
+        """Let queued jobs end, then stop the threads and drop the groups. Jobs that do not end in time fail."""
+        if not self.stop():
             return
-        self._closed = True
-        self._at_exit.detach()
-        _stop(self._jobs, self._threads, AT_CLOSE_S)
+        if not self.join(time.monotonic() + AT_CLOSE_S):
+            self.lanes.break_(ExchangeError(CLOSED))
+        if self.join(time.monotonic() + AT_CLOSE_S):
+            has_left(self)
+        self.drop()
+
+    def stop(self) -> bool:
+        """Take no more jobs, and let the threads end after those that are queued. False if that was done before."""
+        with self._lock:
+            first, self._closed = not self._closed, True
+            for _ in self._threads if first else ():
+                self._jobs.put(None)
+        return first
+
+    def join(self, until_s: float) -> bool:
+        """Wait for the end of the threads, but not beyond that moment of `time.monotonic`. True if all have ended."""
+        others = [thread for thread in self._threads if thread is not threading.current_thread()]
+        for thread in others:
+            thread.join(timeout=max(0.0, until_s - time.monotonic()))
+        return not any(thread.is_alive() for thread in others)
+
+    def drop(self) -> None:
+        """Drop the groups, and fail what no thread will run any more."""
+        self._end_all(self._error or ExchangeError(CLOSED))
         self.lanes.close()
 
     def _add_thread(self) -> None:
-        """Start a thread, unless those that exist can take one more job."""
-        with self._lock:
-            self._unfinished += 1
-            needed = len(self._threads) < min(self._unfinished, self._most)
-        if needed:
+        """Holding the lock: start a thread, unless those that exist can take one more job."""
+        self._unfinished += 1
+        if len(self._threads) < min(self._unfinished, self._most):
             thread = threading.Thread(target=self._work, name=f"gradwire-{len(self._threads)}", daemon=True)
             self._threads.append(thread)
             thread.start()
@@ -348,13 +367,29 @@ class LaneRunner:
             first, self._failing = not self._failing, True
         if not first:
             return  # the thread of the first error ends all that waits
-        lost = _is_lost_connection(error)
-        self.lanes.break_(ExchangeError("connection lost") if lost else error)
-        self._error = self._explain(error) if lost else error
+        try:
+            error = self._spread(error)
+        finally:  # whatever happens, nobody waits for what will never come
+            self._end_all(error)
+
+    def _spread(self, error: BaseException) -> BaseException:
+        """Tell the other ranks, or ask them if the error is theirs. The error that this rank's backward passes get."""
+        if not _is_lost_connection(error):
+            self.lanes.break_(error)
+            return error
+        if self.lanes.error is not None:  # this rank has closed the connections itself
+            return self.lanes.error
+        self.lanes.break_(ExchangeError("connection lost"))
+        return self._explain(error)
+
+    def _end_all(self, error: BaseException) -> None:
+        """No job can be submitted from now on, and those that were have failed."""
+        waiting: set[_Pending] = set()
         with self._lock:
-            waiting, self._open = self._open, set()
+            self._error = error
+            waiting, self._open = self._open, waiting
         for pending in waiting:
-            pending.end(self._error)
+            pending.end(error)
 
     def _explain(self, error: BaseException) -> ExchangeError:
         """Which rank is to blame for a lost connection, and what it said."""
@@ -379,30 +414,6 @@ class LaneRunner:
 def _is_lost_connection(error: BaseException) -> bool:
     text = str(error).lower()
     return isinstance(error, RuntimeError) and ("gloo" in text or CUT_OFF in text)
-
-
-def _stop(jobs: queue.SimpleQueue[Any], threads: Sequence[threading.Thread], timeout_s: float) -> None:
-    """Let queued jobs end, then the threads, but do not wait longer than that."""
-    for _ in threads:
-        jobs.put(None)
-    until_s = time.monotonic() + timeout_s
-    for thread in threads:
-        if thread is not threading.current_thread():
-            thread.join(timeout=max(0.0, until_s - time.monotonic()))
-
-
-def _leave(jobs: queue.SimpleQueue[Any], threads: Sequence[threading.Thread], lanes: Lanes) -> None:
-    """At the end of the process. Closing the lanes ends gloo's threads while the interpreter still exists.
-
-    If an error of the user's code ends the process, the other ranks learn which.
-    """
-    error = getattr(sys, "last_value", None)
-    if error is not None and not lanes.broken:
-        lanes.break_(error)
-        lanes.missing(SURVIVORS_S)  # the store may end with this process: let the others read it first
-    _stop(jobs, threads, AT_EXIT_S)
-    if not any(thread.is_alive() for thread in threads):
-        lanes.close()
 
 
 def _forget_frames(error: BaseException) -> None:
