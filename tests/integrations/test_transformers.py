@@ -73,7 +73,7 @@ def train(ranks: Ranks, make: Callable[[int], Any], seed: int, resume: Any = Non
     with trainer(ranks, *make(seed), [reported, callback]) as loop:
         loop.train(resume_from_checkpoint=resume)
         callback.hook.verify()
-        assert reported.seen[-1]["gradwire/bytes"] == callback.hook.stats().sent_bytes > 0
+        assert reported.seen[-1]["gradwire/sent_bytes"] == callback.hook.stats().sent_bytes > 0
         return bits(loop.model), callback.hook, loop.state.log_history
 
 
