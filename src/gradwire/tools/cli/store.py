@@ -9,12 +9,13 @@ from gradwire.errors import GradwireError
 from gradwire.tools.cli.arguments import add_verb
 
 DESCRIPTION = """\
-Host the store of trainings with on_failure="shrink", until it is interrupted. It must outlive the ranks, so that it
-belongs on a machine that stays. Anybody who reaches the port can write to it: keep it inside the training network.
+Run the store through which the ranks of a training with on_failure="shrink" agree on who takes part, until Ctrl-C. Run it
+on a machine that stays up, as it must outlive the ranks. Anybody who reaches the port can write to it: keep it inside the
+training network.
 """
 EXAMPLES = """\
 gradwire store --port 29400                     on one machine
-GRADWIRE_STORE=HOST:29400 python train.py       for every rank, as often as it has to be started again
+GRADWIRE_STORE=HOST:29400 python train.py       for every rank, and again when a rank has failed
 """
 
 
