@@ -39,7 +39,7 @@ def test_metrics_are_those_of_stats(ranks: Ranks) -> None:
 
 
 def test_metrics_take_a_hook() -> None:
-    with pytest.raises(SpecError, match="metrics takes the hook that gradwire.register has returned, got str"):
+    with pytest.raises(SpecError, match=r"metrics takes the hook that gradwire\.register has returned, got str"):
         gradwire.integrations.metrics("int8")  # type: ignore[arg-type]
 
 

@@ -18,8 +18,8 @@ from gradwire.tools.records.table import text_table
 
 DESCRIPTION = """\
 Time the steps of a training, in turns with and without communication, and report whether a hook could make it faster.
-The training is not changed: in a step that is timed without communication, the gradients are averaged after the clock has
-stopped. For models with fully_shard (FSDP2), the gathers of parameters and the reductions of gradients are timed
+The training is not changed: in a step that is timed without communication, the gradients are averaged after the clock
+has stopped. For models with fully_shard (FSDP2), the gathers of parameters and the reductions of gradients are timed
 separately.
 """
 EXAMPLES = """\
