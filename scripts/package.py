@@ -24,7 +24,7 @@ CACHE = ROOT / ".package"
 TOOLS = CACHE / "tools"
 BASE = CACHE / "torch"
 DIST = ROOT / "dist"
-FOR_USERS = ("", "fast", "cli")
+FOR_USERS = ("", "fast", "cli", "metrics")
 FOR_DEVELOPERS = ("dev", "docs")
 CLEAN = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 """An environment in which the sources of this tree are not found."""

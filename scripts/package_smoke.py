@@ -1,9 +1,12 @@
 """Uses an installed gradwire as a stranger would: run by scripts/package.py in an environment that has little else."""
 
 import importlib.util
+import os
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
@@ -38,11 +41,43 @@ def main(extra: str) -> None:
         script = Path(folder, "train.py")
         script.write_text(TRAIN)
         trained = command("run", "--hook", "int8", "--nproc", "2", str(script))
+        check_sinks(Path(folder), installed=extra == "metrics")
     assert "int8 averaged 3 steps on 2 ranks" in trained.stderr, trained.stderr
     assert command("--version").stdout.strip() == f"gradwire {gradwire.__version__}"
     completion = command("completion", "bash", check=False)
     assert (completion.returncode == 0) == (extra == "cli"), completion.stderr
     assert extra == "cli" or "gradwire[cli]" in completion.stderr, completion.stderr
+
+
+def check_sinks(folder: Path, *, installed: bool) -> None:
+    """With the extra `metrics` its sinks write a record, and without it they name the extra."""
+    from gradwire.metrics import MLflow, Record, Sink, TensorBoard, WandB
+
+    os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
+    makers: list[Callable[[], Sink]] = [
+        lambda: TensorBoard(folder / "board"),
+        lambda: WandB(mode="offline", dir=folder),
+        lambda: MLflow(experiment="smoke", tracking_uri=(folder / "mlflow").as_uri()),
+    ]
+    for make in makers:
+        if not installed:
+            assert "gradwire[metrics]" in refusal(make), "sinks need the extra `metrics`"
+            continue
+        sink = make()
+        sink.open()
+        sink.write(Record(1, time.time(), "int8", "", {"sent_bytes": 8.0}))
+        sink.close()
+
+
+def refusal(make: "Callable[[], object]") -> str:
+    """What the error says; empty if there is none."""
+    from gradwire import GradwireError
+
+    try:
+        make()
+    except GradwireError as error:
+        return str(error)
+    return ""
 
 
 def command(*words: str, check: bool = True) -> "subprocess.CompletedProcess[str]":

@@ -34,9 +34,9 @@ MADE = {"cli.md", "names.md"}
 """Pages that are made when the documentation is built."""
 ELSEWHERE = {
     "elastic.md": "needs a store and ranks that join and leave: the tests of local training have them",
-    "integrations.md": "needs Lightning, Accelerate and Transformers: `make integrations` runs its scripts",
+    "integrations.md": "needs Lightning, Accelerate and Transformers: `make integrations` runs them, but that for Ray",
     "test-device.md": "needs the compiled device: `make device` uses it in the same way",
-    "CONTRIBUTING.md": "is a test of this repository",
+    "CONTRIBUTING.md": "is a test of this repository: see below",
 }
 """Pages whose samples are only compiled here, and why."""
 SLOW = {"advisor.md", "extend.md"}
@@ -120,6 +120,14 @@ def test_every_sample_runs(page, tmp_path):
     else:
         return
     pytest.fail(failure, pytrace=False)  # outside of the handler, which would show every traceback twice
+
+
+def test_the_sample_for_contributors_is_a_test_of_this_repository():
+    tests = [path.read_text() for path in ROOT.glob("tests/**/test_*.py")]
+    samples = list(blocks(ROOT / "CONTRIBUTING.md", "python"))
+    assert samples
+    for sample in samples:
+        assert any(sample in text for text in tests), sample
 
 
 @pytest.mark.thorough

@@ -77,7 +77,7 @@ def test_resuming_equals_the_uninterrupted_training_with_accumulated_gradients(r
         whole, hook = train(ranks, acc, resume=False)
         assert hook.fired == 3
         hook.verify()
-        assert metrics(hook)["gradwire/bytes"] > 0
+        assert metrics(hook)["gradwire/sent_bytes"] > 0
     with accelerator(ranks, gradient_accumulation_steps=2) as acc:
         resumed, hook = train(ranks, acc, resume=True)
         assert (hook.steps, hook.fired) == (3, 1)

@@ -12,7 +12,7 @@ from torch import nn
 
 import gradwire
 from gradwire.engine import checkpoint
-from gradwire.errors import RegisterError
+from gradwire.errors import RegisterError, SpecError
 from gradwire.integrations import accelerate, common, lightning, transformers
 
 from ..kit.models import Deep, batch, seeded
@@ -32,9 +32,15 @@ def trained(ranks: Ranks) -> gradwire.Hook:
 def test_metrics_are_those_of_stats(ranks: Ranks) -> None:
     hook = trained(ranks)
     stats, found = hook.stats(), common.metrics(hook)
-    assert found["gradwire/bytes"] == stats.sent_bytes > 0
+    assert found["gradwire/sent_bytes"] == stats.sent_bytes > 0
     assert found["gradwire/wait_s"] == stats.wait_s
     assert all(isinstance(value, float) for value in found.values())
+    assert {name.removeprefix("gradwire/") for name in found} <= set(gradwire.metrics.METRICS)
+
+
+def test_metrics_take_a_hook() -> None:
+    with pytest.raises(SpecError, match=r"metrics takes the hook that gradwire\.register has returned, got str"):
+        gradwire.integrations.metrics("int8")  # type: ignore[arg-type]
 
 
 @on_ranks(2)

@@ -85,7 +85,7 @@ def test_the_other_package_and_the_logger(ranks: Ranks) -> None:
         if ranks.rank == 0:
             rows = list(csv.DictReader((ranks.folder / "logs" / "version_0" / "metrics.csv").open()))
             assert len(rows) == 6
-            assert float(rows[-1]["gradwire/bytes"]) == callback.hook.stats().sent_bytes > 0
+            assert float(rows[-1]["gradwire/sent_bytes"]) == callback.hook.stats().sent_bytes > 0
             assert all(float(row["gradwire/wait_s"]) >= 0 for row in rows)
 
 

@@ -14,6 +14,7 @@ from gradwire.errors import RegisterError
 from gradwire.integrations import transformers as ours
 
 from ..kit.ranks import Ranks, on_ranks
+from ..kit.versions import sharded_models
 from .kit import SPECS, bits, check_installed, launched, same
 
 pytestmark = pytest.mark.integrations
@@ -73,7 +74,7 @@ def train(ranks: Ranks, make: Callable[[int], Any], seed: int, resume: Any = Non
     with trainer(ranks, *make(seed), [reported, callback]) as loop:
         loop.train(resume_from_checkpoint=resume)
         callback.hook.verify()
-        assert reported.seen[-1]["gradwire/bytes"] == callback.hook.stats().sent_bytes > 0
+        assert reported.seen[-1]["gradwire/sent_bytes"] == callback.hook.stats().sent_bytes > 0
         return bits(loop.model), callback.hook, loop.state.log_history
 
 
@@ -107,6 +108,35 @@ def test_fine_tuning_pre_trained_weights(ranks: Ranks) -> None:
     resumed, hook, _ = train(ranks, mini_lm, 1, ranks.folder / "checkpoint-2")
     assert (hook.steps, hook.fired) == (4, 2)
     assert same(whole, resumed)
+
+
+@contextmanager
+def sharded_trainer(ranks: Ranks, model: Any, rows: Any, callback: Any) -> Iterator[Any]:
+    """A Trainer with FSDP2. On the CPU Accelerate ignores the plug-in of `fsdp=True`, so this switches it on."""
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+    settings = {"version": 2, "transformer_layer_cls_to_wrap": ["GPT2Block"], "state_dict_type": "SHARDED_STATE_DICT"}
+    with trainer(ranks, model, rows, [callback], fsdp=True, fsdp_config=settings) as loop:
+        state = loop.accelerator.state
+        PartialState().distributed_type = state.distributed_type = DistributedType.FSDP
+        state.fsdp_plugin = FullyShardedDataParallelPlugin(**loop.args.fsdp_plugin_args)
+        loop.is_fsdp_enabled = True
+        yield loop
+
+
+@sharded_models
+@on_ranks(2, specs=("int8", "int8:feedback=true"), timeout_s=200)
+def test_fsdp2(ranks: Ranks) -> None:
+    finals = []
+    for resume in (None, str(ranks.folder / "checkpoint-2")):
+        callback = ours.Gradwire(ranks.spec, gather="bf16")
+        with sharded_trainer(ranks, *gpt(int(resume is not None)), callback) as loop:
+            loop.train(resume_from_checkpoint=resume)
+            assert (callback.hook.steps, str(callback.hook.gathers)) == (4, "bf16")
+            callback.hook.verify()
+            finals.append([param.full_tensor() for param in bits(loop.model)])
+    assert same(*finals)
 
 
 @on_ranks(2)

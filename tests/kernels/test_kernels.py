@@ -31,6 +31,11 @@ def same_bits(one, other):
     return bool(((one.view(kind) == other.view(kind)) | (one.isnan() & other.isnan())).all())
 
 
+def test_a_device_or_its_name():
+    assert kernels.in_use("cpu") == kernels.in_use(torch.device("cpu")) == "numba"
+    assert kernels.in_use("meta") == "torch"
+
+
 @pytest.mark.parametrize("factor", [0.125, 1.0, 1024.0, 2.0**-30])
 def test_fp16(factor):
     factor = torch.tensor(factor)

@@ -52,6 +52,12 @@ def test_files_that_cannot_be_written_are_refused_and_stay(tmp_path):
     assert script.read_text() == "print('train')\n"
 
 
+@pytest.mark.parametrize("label", ["a-b", "2a", "__a", "ä"])
+def test_labels_that_prometheus_refuses_are_refused(tmp_path, label):
+    with pytest.raises(SpecError, match="must be letters, digits and _"):
+        Prometheus(tmp_path / "x.prom", **{label: "1"})
+
+
 def test_prometheus_has_the_last_record_and_escapes_labels(tmp_path):
     path = tmp_path / "gradwire.prom"
     written(Prometheus(path, run='a"b\n'), FIRST, SECOND)

@@ -247,7 +247,7 @@ def test_drift_is_counted_by_blocks():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"lr": -1.0}, {"betas": (0.9, 1.0)}, {"clamp": 0.0}, {"warmup": 0}, {"refresh": 1.5}]
+    "wrong", [{"lr": -1.0}, {"betas": (0.9, 1.0)}, {"clamp": 0.0}, {"warmup": 0}, {"refresh": 1.5}, {"model": 3}]
 )
 def test_settings_that_make_no_sense_are_refused(wrong):
     with pytest.raises(SpecError, match="must be"):

@@ -5,12 +5,26 @@ import threading
 import pytest
 import torch
 
+from gradwire.errors import SpecError
 from gradwire.exchanges.bucket import make_bucket
-from gradwire.testing import thread_ranks
+from gradwire.testing import RankPool, check_codec, thread_ranks
 
 
 def test_results_are_in_order():
     assert thread_ranks(4, lambda rank: rank.rank * rank.size) == [0, 4, 8, 12]
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_no_ranks_are_refused(size):
+    with pytest.raises(SpecError, match=f"at least 1, got {size}"):
+        thread_ranks(size, lambda rank: rank.rank)
+    with pytest.raises(SpecError, match=f"at least 1, got {size}"):
+        RankPool(size)
+
+
+def test_check_codec_takes_a_codec():
+    with pytest.raises(SpecError, match=r"check_codec takes a gradwire\.Codec .*, got 'int8'"):
+        check_codec("int8")
 
 
 def test_error_of_the_lowest_rank_is_raised():

@@ -16,30 +16,41 @@ from torch.optim import Optimizer
 
 from gradwire._torch.traced import uncompiled
 from gradwire.engine.hook import Hook
-from gradwire.errors import RegisterError
+from gradwire.errors import RegisterError, SpecError
 from gradwire.exchanges import Exchange
 from gradwire.models.register import register
 from gradwire.models.sharded_checks import is_sharded
 
 log = logging.getLogger("gradwire")
 
+LOGGED = ("sent_bytes", "wait_s", "encode_s", "wire_s", "decode_s")
+"""What the integrations log: fields of `Stats`, under the names that `gradwire.metrics` has for them too."""
+
 
 def metrics(hook: Hook) -> dict[str, float]:
     """What the hook does in a step, on average, under the names that the integrations log.
 
+    The names are those of `gradwire.metrics`, with `gradwire/` before them. The values are means over all steps since
+    registration, as in `Hook.stats()`.
+
     Args:
-        hook: The hook of a model.
+        hook: What `gradwire.register` has returned.
 
     Returns:
-        The bytes that this rank sends, the seconds that the optimizer waits for communication (exposed wait), and the
-        seconds of encoding, sending and decoding, which overlap with the backward pass.
+        `gradwire/sent_bytes`, the bytes that this rank sends; `gradwire/wait_s`, the seconds that the optimizer waits
+        for communication; and `gradwire/encode_s`, `gradwire/wire_s` and `gradwire/decode_s`, the seconds of encoding,
+        sending and decoding, which overlap with the backward pass.
+
+    Raises:
+        SpecError: If `hook` is something else.
 
     Examples:
         >>> accelerator.log(gradwire.integrations.metrics(hook), step=step)
     """
+    if not isinstance(hook, Hook):
+        raise SpecError(f"metrics takes the hook that gradwire.register has returned, got {type(hook).__name__}")
     stats = hook.stats()
-    times = {"wait_s": stats.wait_s, "encode_s": stats.encode_s, "wire_s": stats.wire_s, "decode_s": stats.decode_s}
-    return {f"gradwire/{name}": value for name, value in {"bytes": stats.sent_bytes, **times}.items()}
+    return {f"gradwire/{name}": float(getattr(stats, name)) for name in LOGGED}
 
 
 # -- set-up ----------------------------------------------------------------------------------------------------

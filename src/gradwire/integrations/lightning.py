@@ -49,10 +49,11 @@ class Gradwire(Callback):
     Examples:
         >>> trainer = Trainer(strategy="ddp", devices=2, callbacks=[gradwire.integrations.lightning.Gradwire("int8")])
 
-        >>> gradwire = gradwire.integrations.lightning.Gradwire("int8")
-        >>> fabric = Fabric(strategy="ddp", devices=2, callbacks=[gradwire])
+        >>> callback = gradwire.integrations.lightning.Gradwire("int8")
+        >>> fabric = Fabric(strategy="ddp", devices=2, callbacks=[callback])
+        >>> fabric.launch()
         >>> model, optimizer = fabric.setup(model, optimizer)
-        >>> fabric.save("last.ckpt", {"model": model, "optimizer": optimizer, "gradwire": gradwire})
+        >>> fabric.save("last.ckpt", {"model": model, "optimizer": optimizer, "gradwire": callback})
     """
 
     def __init__(self, spec: str | Exchange, *, merge_state: bool = False, **options: Any) -> None:

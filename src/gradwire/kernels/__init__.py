@@ -67,19 +67,20 @@ def batched(family: str, tensor: Tensor, *how: Any) -> Batch | None:
     return None if make is None else make(*how)
 
 
-def in_use(where: device) -> str:
+def in_use(where: device | str) -> str:
     """The name of the kernels that work on float32 tensors of a device.
 
     Args:
-        where: The device.
+        where: The device, or its name.
 
     Returns:
         `numba`, `triton` or `torch`.
 
     Examples:
-        >>> gradwire.kernels.in_use(torch.device("cpu"))
+        >>> gradwire.kernels.in_use("cpu")
         'numba'
     """
+    where = device(where)
     if where.type == "cpu" and _numba is not None:
         return "numba"
     return "triton" if where.type in TRITON_DEVICES and load_triton() is not None else "torch"

@@ -4,6 +4,7 @@ import abc
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -140,12 +141,18 @@ class Prometheus(Sink):
         path: The file; the collector reads names that end in `.prom`.
         labels: Labels of every value, such as `run="a"`.
 
+    Raises:
+        SpecError: For the name of a label that Prometheus would refuse.
+
     Examples:
         >>> gradwire.metrics.record(hook, gradwire.metrics.Prometheus("gradwire.prom", run="a"))
     """
 
     def __init__(self, path: str | os.PathLike[str], **labels: str) -> None:
         self.path, self.labels = Path(path), labels
+        for name in labels:
+            if not re.fullmatch(r"(?!__)[A-Za-z_]\w*", name, re.ASCII):
+                raise SpecError(f"the label {name!r} of Prometheus must be letters, digits and _, as in run='a'")
 
     def open(self) -> None:
         """Make sure that the file can be written."""

@@ -170,6 +170,10 @@ class OneBitAdamW(torch.optim.Optimizer):
         self._count, self._refreshed, self._interval, self._guard_until, self._usual = 0, 0, refresh, 0, 0.0
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         if model is not None:
+            if not isinstance(model, DistributedDataParallel):
+                raise SpecError(
+                    f"OneBitAdamW: model must be a DistributedDataParallel or None, got {type(model).__name__}"
+                )
             process_group = process_group or model.process_group
             self._noop = attach(model, Noop())
         self._group = process_group

@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire._torch import PrefixStore, Store, TCPStore
+from gradwire.errors import SpecError
 from gradwire.testing import device
 
 PRELOAD = "gradwire.testing.preload"
@@ -71,6 +72,7 @@ def spawn_ranks(
         The results in the order of the ranks.
 
     Raises:
+        SpecError: If there are no ranks.
         RankFailed: If a rank raised, died, or did not return within `timeout_s`.
 
     Examples:
@@ -115,6 +117,8 @@ class RankPool:
 
     def __init__(self, size: int, *, test_device: bool = False) -> None:
         """With `test_device` the ranks have the device of `gradwire.testing.device`, as in `spawn_ranks`."""
+        if size < 1:
+            raise SpecError(f"the number of ranks must be at least 1, got {size}")
         self.size = size
         self._test_device = test_device
         self._calls = itertools.count()

@@ -18,6 +18,7 @@ from gradwire.engine.gloo import THREADS
 from gradwire.engine.hook import Hook
 from gradwire.engine.lanes import Lanes
 from gradwire.engine.runner import LaneRunner
+from gradwire.errors import SpecError
 from gradwire.exchanges import Exchange, exchange
 from gradwire.exchanges.bucket import Bucket, make_bucket
 
@@ -87,11 +88,14 @@ def thread_ranks(size: int, run: Callable[[Rank], T], timeout_s: float = 20.0) -
         The results in the order of the ranks.
 
     Raises:
+        SpecError: If there are no ranks.
         TimeoutError: If a rank does not end. An error of a rank is raised as it is, that of the lowest rank first.
 
     Examples:
         >>> thread_ranks(2, lambda rank: rank.mean("int8", [torch.ones(8)]).flat)
     """
+    if size < 1:
+        raise SpecError(f"the number of ranks must be at least 1, got {size}")
     store, results, errors = HashStore(), {}, {}
     returned = threading.Barrier(size)
 

@@ -21,7 +21,10 @@ def test_ranks_can_use_the_store(capsys):
 
 def test_a_port_that_cannot_be_had_is_an_error_of_one_line(capsys):
     taken = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    for port in (taken.port, 99999):
-        assert main(["store", "--port", str(port)]) == 1
+    for port, code, wanted in (
+        (taken.port, 1, f"cannot host a store at port {taken.port}"),
+        (99999, 2, "--port must be between 0 and 65535, got 99999"),
+    ):
+        assert main(["store", "--port", str(port)]) == code
         (line,) = capsys.readouterr().err.splitlines()
-        assert f"cannot host a store at port {port}" in line
+        assert wanted in line

@@ -45,6 +45,7 @@ def test_every_link_round_trips(link):
         ("100", "the rate must be a number with kbit, mbit, gbit, got '100'"),
         ("fast", "got 'fast'; write for instance 100mbit"),
         ("", "the rate must be a number"),
+        (None, "a link is text, got NoneType; write for instance 100mbit"),
         ("-1mbit", "got '-1mbit'"),
         ("0mbit", "the rate must be above 0"),
         ("1e400gbit", "must be above 0 and finite"),

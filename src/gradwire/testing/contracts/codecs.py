@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from gradwire._torch import fake_tensors
 from gradwire.codecs import Codec
+from gradwire.errors import SpecError
 
 SIZES = (0, 1, 2, 3, 7, 31, 32, 33, 63, 64, 65, 255, 256, 257, 1000, 4096, 10_007)
 SCALES = (1e-30, 1e-8, 1.0, 1e5, 1e30)
@@ -185,10 +186,13 @@ def check_codec(codec: Codec) -> None:
 
     Raises:
         AssertionError: The first contract that does not hold.
+        SpecError: If it is not a codec.
 
     Examples:
         >>> from gradwire.testing import check_codec
         >>> check_codec(gradwire.codecs.Int4(block=32))
     """
+    if not isinstance(codec, Codec):
+        raise SpecError(f"check_codec takes a gradwire.Codec such as gradwire.codecs.Int8(), got {codec!r}")
     for check in CODEC_CHECKS:
         check(codec)

@@ -30,9 +30,9 @@ VERBS = {
     "probe": "measure latency and bandwidth between the ranks, and the speed of the codecs",
     "simulate": "predict the step time of every hook on more ranks than this machine has",
     "selfcheck": "check kernels, exchanges and training on this machine, and report step times",
-    "bench": "measure hooks x links x ranks into a file of records",
+    "bench": "train a small GPT under every hook, on several links and numbers of ranks, into a file of records",
     "report": "turn a file of records into a page, or into markdown",
-    "store": "host the store of trainings that go on when ranks fail",
+    "store": "run the store that a training needs to continue when a rank fails",
     "completion": "print a completion script for a shell",
 }
 """A line about each verb; in the module of the same name, `add` declares its options and `run` does what it says."""
@@ -49,8 +49,8 @@ examples:
                                        does a hook harm the training?
   gradwire probe --link 1gbit          latency and bandwidth of each collective, speed of each codec
   gradwire simulate --ranks 8..1024    step times of every hook on more ranks than this machine has
-  gradwire selfcheck --nproc 2         is every result right on this machine? run it first on new hardware
-  gradwire bench --links none 1gbit    hooks x links x ranks, into records.jsonl
+  gradwire selfcheck --nproc 2         does it work on this machine? run it first on new hardware
+  gradwire bench --links none 1gbit    every hook on two links, into records.jsonl
   gradwire report records.jsonl        the records as a page with a recommendation
   gradwire demo --help                 all options of a verb
 """

@@ -45,10 +45,10 @@ model's own gradients, and recommend one, or none.
 EXAMPLES = """\
 gradwire advise                                        the built-in GPT on 2 local ranks
 gradwire advise --link 1gbit                           the same on an emulated link of 1 Gbit/s
-gradwire advise --nproc 2 train.py --epochs 1          a script of yours, unmodified, until enough is known
+gradwire advise --nproc 2 train.py --epochs 1          your script, unmodified; it ends when enough is measured
 gradwire advise --report report.html --nproc 2 train.py
                                                        the same, and a page with charts
-gradwire advise --hooks int8 int8/bf16 -- fsdp2.py       fully_shard: gradients in int8, parameters in bf16
+gradwire advise --hooks int8 int8/bf16 -- fsdp2.py     fully_shard: gradients in int8, parameters in bf16
 gradwire advise --max-error 0.1 --hooks int8 int4 powersgd:rank=8 --nproc 2 train.py
 """
 

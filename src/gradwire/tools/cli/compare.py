@@ -61,7 +61,7 @@ def add(verbs: Any, line: str) -> None:
         "--target-loss",
         type=float,
         metavar="LOSS",
-        help="report who reaches this loss first (default: the reference's)",
+        help="report which hook reaches this loss first (default: the final loss of the reference)",
     )
     option("--tolerance", type=float, metavar="GAP", help="gaps below this count as small (default: the seeds' spread)")
     option("--gather", metavar="SPEC", help="for models with fully_shard: how parameters are gathered, such as bf16")

@@ -17,14 +17,15 @@ from gradwire.tools.records.records import quartiles
 from gradwire.tools.records.table import text_table
 
 DESCRIPTION = """\
-Train in turns with and without communication, and report whether a hook could make the training faster. The training
-is not changed: the gradients of a step without communication are averaged when the step's time has been taken. For
-models with fully_shard (FSDP2), the gathers of parameters and the reductions of gradients are timed separately.
+Time the steps of a training, in turns with and without communication, and report whether a hook could make it faster.
+The training is not changed: in a step that is timed without communication, the gradients are averaged after the clock
+has stopped. For models with fully_shard (FSDP2), the gathers of parameters and the reductions of gradients are timed
+separately.
 """
 EXAMPLES = """\
 gradwire headroom                                      the built-in GPT on 2 local ranks
 gradwire headroom --link 1gbit,latency=1ms             the same on an emulated, slower link
-gradwire headroom --nproc 2 train.py --epochs 1        a script of yours, unmodified
+gradwire headroom --nproc 2 train.py --epochs 1        your own script, unmodified
 gradwire headroom --steps 200 --stop --nproc 2 train.py
 torchrun --nnodes 2 ... -m gradwire headroom train.py
 """

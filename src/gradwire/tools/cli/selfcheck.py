@@ -13,9 +13,10 @@ from gradwire.tools.report.selfcheck import to_html, to_text
 from gradwire.tools.report.write import check_page, save
 
 DESCRIPTION = """\
-Check on this machine that every kernel gives the reference's bits, that every exchange averages as it must, and that
-every hook trains; and report how long a step takes. It starts local processes, or uses those that torchrun has started.
-It exits with 1 if anything differs. This is what to run first on new hardware, and to paste into an issue.
+Check on this machine that every kernel gives the same bits as the reference, that every exchange averages correctly,
+and that a model trains under every hook; and report how long a step takes. It starts local processes, or uses those
+that torchrun has started. It exits with 1 if a result is wrong. Run it first on new hardware, and paste its output into
+an issue.
 """
 EXAMPLES = """\
 gradwire selfcheck                                     2 local processes on the accelerator, or on the CPU

@@ -23,14 +23,14 @@ from gradwire.tools.report.winners import latency_text, limit_text, link_text, m
 from gradwire.tools.report.write import check_page, save
 
 DESCRIPTION = """\
-Predict step times with the cost model. Hooks are rehearsed on one core of this machine as they would run on that
-number of ranks; the link and the compute are simulated. With several links, print which hook to use on each. With
---mode fsdp a hook is a pair: int8/bf16 reduces gradients in int8 and gathers parameters in bf16. With --mode hsdp it
-averages across replicas of --shards ranks.
+Predict step times with the cost model. The work of a hook on that number of ranks is timed on one core of this machine;
+the network and the computation of the model are simulated. With several links, print which hook to use on each. With
+--mode fsdp a hook is a pair: int8/bf16 reduces gradients in int8 and gathers parameters in bf16. With --mode hsdp the
+hook averages across replicas of --shards ranks.
 """
 EXAMPLES = """\
 gradwire simulate --ranks 8..4096 --links 10gbit --latency 50us --compute 100ms
-gradwire simulate --report winners.html              where each hook wins, over links and ranks, as a page
+gradwire simulate --report winners.html              which hook is best on which link and number of ranks
 gradwire simulate --ranks 2,4,8 --links 100mbit 1gbit --compute 2s --params 1.3B --hooks bf16 int8 int4
 gradwire simulate --mode fsdp --ranks 2..64 --links 1gbit --compute 300ms --hooks bf16/bf16 int8/bf16
 gradwire simulate --mode hsdp --shards 8 --ranks 16..128 --links 1gbit --inside 100gbit

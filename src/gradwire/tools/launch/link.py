@@ -53,6 +53,8 @@ class Link:
     @classmethod
     def parse(cls, text: str) -> Link:
         """The inverse of `str`: a rate in kbit, mbit or gbit, and optionally `latency=` in us, ms or s."""
+        if not isinstance(text, str):
+            raise SpecError(f"a link is text, got {type(text).__name__}; {EXAMPLE}")
         rate, *options = (part.strip() for part in text.split(","))
         latency_s = 0.0
         for at, option in enumerate(options):

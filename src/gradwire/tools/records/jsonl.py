@@ -51,7 +51,7 @@ class Records:
         return f"{path}: {lines} half-written: dropped"
 
 
-def read(path: Path) -> Records:
+def read(path: str | os.PathLike[str]) -> Records:
     """All runs of a file. If a cell has two runs, the later one counts.
 
     Args:
@@ -65,9 +65,9 @@ def read(path: Path) -> Records:
         RecordsError: The file holds a line that is not a record.
 
     Examples:
-        >>> runs = gradwire.report.read(Path("records.jsonl")).runs
+        >>> runs = gradwire.report.read("records.jsonl").runs
     """
-    return _parse(path, _content(path))
+    return _parse(Path(path), _content(Path(path)))
 
 
 def append(path: Path, runs: Iterable[Run]) -> None:

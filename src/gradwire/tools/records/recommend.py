@@ -86,10 +86,10 @@ def recommend(options: Sequence[Option], *, ceiling: float | None = None) -> Rec
         return Recommendation(None, "No recommendation", f"There is no measurement of {BASELINE} to compare with.")
     if ceiling is not None and (refusal := _refuse(exact, ceiling)):
         return refusal
-    faster = [option for option in options if option is not exact and _pays(option, exact)]
+    faster = [option for option in options if _pays(option, exact)]
     admissible = [option for option in faster if not option.excluded]
     if not admissible:
-        return Recommendation(None, "Do not compress", _why_none(faster, ceiling))
+        return Recommendation(None, "Do not compress", _why_none(options, exact, ceiling))
     fastest_s = min(option.step_s for option in admissible)
     best = min((option for option in admissible if option.step_s <= NEAR * fastest_s), key=lambda option: option.error)
     return Recommendation(best.hook, f"Use {best.hook}", _why(best, exact, ceiling) + _passed_over(faster, best))
@@ -111,9 +111,14 @@ def _refuse(exact: Option, ceiling: float) -> Recommendation | None:
     return Recommendation(None, "Do not compress", reason)
 
 
+def _is_faster(option: Option, exact: Option) -> bool:
+    """The first half of rule 2."""
+    return option is not exact and exact.step_s >= PAYS * option.step_s
+
+
 def _pays(option: Option, exact: Option) -> bool:
     """Rule 2."""
-    if exact.step_s < PAYS * option.step_s:
+    if not _is_faster(option, exact):
         return False
     if option.quartiles_s is None or exact.quartiles_s is None:
         return True
@@ -129,10 +134,18 @@ def _why(best: Option, exact: Option, ceiling: float | None) -> str:
     )
 
 
-def _why_none(faster: Sequence[Option], ceiling: float | None) -> str:
+def _why_none(options: Sequence[Option], exact: Option, ceiling: float | None) -> str:
     limit = "" if ceiling is None else f" Without communication it would be {ceiling:.2f}x as fast."
+    faster = [option for option in options if _is_faster(option, exact)]
+    unsure = [option for option in faster if not option.excluded]
+    if unsure:
+        best = min(unsure, key=lambda option: option.step_s)
+        return (
+            f"The median step under {best.hook} is {exact.step_s / best.step_s:.2f}x as fast as under {BASELINE}, but "
+            f"the steps differ too much from each other to be sure. Measure again on a quiet machine.{limit}"
+        )
     if not faster:
-        return f"No hook makes a step at least {PAYS:.2f}x as fast as {BASELINE} does, beyond the spread.{limit}"
+        return f"No hook makes a step at least {PAYS:.2f}x as fast as {BASELINE} does.{limit}"
     return f"Every hook that makes a step at least {PAYS:.2f}x as fast is excluded: {_excluded(faster)}.{limit}"
 
 

@@ -101,7 +101,8 @@ class Comparison:
         """The same in a sentence."""
         best, reference = self.best, self.reference
         if best is reference or best.reached_s is None or reference.reached_s is None:
-            return f"Use {reference.name}: no other row without harm reaches a loss of {self.target:.4g} earlier."
+            others = "of the others that do no harm, none reaches"
+            return f"Use {reference.name}: {others} a loss of {self.target:.4g} at least {PAYS:.2f}x as fast."
         return (
             f"Use {best.name}: it reaches a loss of {self.target:.4g} after {best.reached_s:.1f} s, {reference.name} "
             f"after {reference.reached_s:.1f} s ({reference.reached_s / best.reached_s:.2f}x), and {best.sentence}."
