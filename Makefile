@@ -61,7 +61,9 @@ $(INTEGRATIONS): $(READY) requirements-integrations.txt
 demo: setup
 	$(BIN)/gradwire demo
 
-test: lint types $(COMPILED)
+# Lint, types and the kernels need one core each for half a minute.
+test: setup
+	$(MAKE) --no-print-directory --output-sync=target --jobs 3 lint types $(COMPILED)
 	$(BIN)/python -m pytest $(PARALLEL) -m "not browser and not device and not triton and not thorough and not integrations"
 
 test-all: test triton device test-rest
