@@ -198,18 +198,18 @@ def test_inside_torchrun_and_the_traceback_of_the_rank_that_failed_comes_once(tm
 
 def test_ctrl_c_leaves_nothing_behind(tmp_path):
     command = ("gradwire", "run", "--hook", "fp16", "--nproc", "2", script(tmp_path, WAITS), str(tmp_path))
-    with (tmp_path / "out").open("w+") as out, (tmp_path / "err").open("w+") as err:
-        launcher = Forked(run_gradwire, command, os.environ, (out.fileno(), err.fileno()))
-        try:
-            while len(pids(tmp_path)) < 4:
-                assert launcher.poll() is None, (tmp_path / "err").read_text()
-                time.sleep(0.05)
-            launcher.send_signal(signal.SIGINT)
-            code = launcher.wait()
-        finally:
-            launcher.kill()
-        printed = (out.read(), TRITONS.sub("", err.read()))
-    assert (code, *printed) == (130, "", "gradwire: interrupted\n")
+    out, err = tmp_path / "out", tmp_path / "err"
+    with out.open("w") as to_out, err.open("w") as to_err:
+        launcher = Forked(run_gradwire, command, os.environ, (to_out.fileno(), to_err.fileno()))
+    try:
+        while len(pids(tmp_path)) < 4:
+            assert launcher.poll() is None, err.read_text()
+            time.sleep(0.05)
+        launcher.send_signal(signal.SIGINT)
+        code = launcher.wait()
+    finally:
+        launcher.kill()
+    assert (code, out.read_text(), TRITONS.sub("", err.read_text())) == (130, "", "gradwire: interrupted\n")
     assert not any(alive(pid) for pid in pids(tmp_path))
 
 
