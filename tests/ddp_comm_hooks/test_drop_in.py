@@ -215,7 +215,7 @@ def test_models_share_one_engine(ranks):
     assert len(set(counts)) == 1
     threads = [thread for thread in threading.enumerate() if thread.name.startswith("gradwire-")]
     runners = [hook.runner for made in _group._hooks.values() for hook in made.values()]
-    engines = [runner for runner in runners if isinstance(runner, LaneRunner)]  # a compiled model has another
+    engines = [runner for runner in runners if isinstance(runner, LaneRunner)]  # a group of one rank has another
     assert threads
     assert set(threads) == {thread for engine in engines for thread in engine._threads}
 
