@@ -41,7 +41,7 @@ $(READY): pyproject.toml requirements.txt
 	touch $(READY)
 
 # The tests of a fresh machine run at the same time: without this each of them compiles every kernel.
-$(COMPILED): $(READY) $(wildcard src/gradwire/kernels/numba/*.py)
+$(COMPILED): $(READY) tests/kit/kernels.py $(wildcard src/gradwire/kernels/numba/*.py)
 	$(BIN)/python -m tests.kit.kernels
 	touch $(COMPILED)
 
@@ -61,7 +61,9 @@ $(INTEGRATIONS): $(READY) requirements-integrations.txt
 demo: setup
 	$(BIN)/gradwire demo
 
-test: lint types $(COMPILED)
+# Lint, types and the kernels at the same time: each of them alone would leave a core idle.
+test: setup
+	$(MAKE) --no-print-directory --output-sync=target --jobs 3 lint types $(COMPILED)
 	$(BIN)/python -m pytest $(PARALLEL) -m "not browser and not device and not triton and not thorough and not integrations"
 
 test-all: test triton device test-rest

@@ -28,8 +28,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("versions", nargs="+", metavar="VERSION", help="of torch, as in 2.15.0")
     parser.add_argument("--tests", nargs="+", default=["tests"], help="files and folders, all by default")
+    parser.add_argument("--workers", type=int, default=6, help="tests that run at a time, 6 by default")
     arguments = parser.parse_args()
-    summaries = [run_tests(version, environment(version), arguments.tests) for version in arguments.versions]
+    summaries = []
+    for version in arguments.versions:
+        summaries.append(run_tests(version, environment(version), arguments.tests, arguments.workers))
     print(*summaries, sep="\n")
     sys.exit(not all(" passed, 0 failed" in line and " error" not in line for line in summaries))
 
@@ -65,10 +68,10 @@ def pip(python: Path, *what: str) -> None:
     subprocess.run([python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *what], check=True)
 
 
-def run_tests(version: str, python: Path, tests: list[str]) -> str:
+def run_tests(version: str, python: Path, tests: list[str], workers: int) -> str:
     """Run pytest, with its output on the screen and in .compat/<version>.txt, and return the summary."""
-    parallel = ["-n", "4", "--dist", "worksteal"]  # as in `make test`
-    command = [str(python), "-m", "pytest", "-q", *parallel, "-p", "no:cacheprovider", "-m", MARKED, *tests]
+    parallel = ["-n", str(workers), "--dist", "worksteal"]  # as in `make test`
+    command = [str(python), "-m", "pytest", "-q", "-rs", *parallel, "-p", "no:cacheprovider", "-m", MARKED, *tests]
     path = ENVIRONMENTS / f"{version}.txt"
     environ = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     with path.open("w") as file, subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE) as running:

@@ -1,6 +1,7 @@
 """For all tests."""
 
 import multiprocessing
+import os
 import signal
 from collections.abc import Iterator
 from multiprocessing import forkserver
@@ -10,14 +11,28 @@ import pytest
 # A suite that was started in the background of a shell would ignore Ctrl-C, and so would every process it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# The server that ranks are forked from imports torch while pytest does, and not after it.
 multiprocessing.set_forkserver_preload(["gradwire.testing.preload", "tests.kit.trial", "tests.kit.kernels"])
-forkserver.ensure_running()
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """The server that ranks are forked from imports torch while pytest does, and not after it."""
+    if "PYTEST_XDIST_WORKER" in os.environ or not config.getoption("numprocesses", None):  # else workers run the tests
+        forkserver.ensure_running()
+
+
+@pytest.hookimpl(trylast=True)  # when the tests that do not run are gone
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that take long begin first, so that no worker is left with one of them at the end."""
-    items.sort(key=lambda item: item.get_closest_marker("long") is None)
+    """Tests that take long begin first: pytest-xdist gives each worker a part of this list, and its share of them."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    long = [item for item in items if item.get_closest_marker("long")]
+    short = [item for item in items if not item.get_closest_marker("long")]
+    parts: list[pytest.Item] = []
+    for worker in range(workers):
+        first, size = long[worker::workers], (len(items) - len(parts)) // (workers - worker)
+        rest = max(0, size - len(first))
+        parts += first + short[:rest]
+        del short[:rest]
+    items[:] = parts + short
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -64,7 +64,7 @@ for name in sys.argv[1:]:
 
 def python(text, *words):
     command = [sys.executable, "-W", "error", "-c", text, *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=540)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout
 
@@ -92,7 +92,7 @@ def test_help_has_the_public_names():
 
 def test_import_does_nothing():
     """No threads, environment reads, warning filters or compilers."""
-    done = subprocess.run([sys.executable, "-W", "error", "-c", IMPORT], capture_output=True, text=True, timeout=240)
+    done = subprocess.run([sys.executable, "-W", "error", "-c", IMPORT], capture_output=True, text=True, timeout=540)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 

@@ -49,14 +49,14 @@ def installed(tmp_path: Path) -> Path:
         shutil.copy(EXAMPLES / name, project)
     (project / "pyproject.toml").write_text(PROJECT)
     offline = ("--no-index", "--no-build-isolation", "--no-deps", "--quiet", "--target", str(target))
-    subprocess.run([sys.executable, "-m", "pip", "install", *offline, str(project)], check=True, timeout=240)
+    subprocess.run([sys.executable, "-m", "pip", "install", *offline, str(project)], check=True, timeout=540)
     return target
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_the_examples_installed_as_a_package_keep_all_contracts(installed, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(installed), prepend=":")
-    subprocess.run([sys.executable, "-W", "error", "-c", USES], check=True, timeout=250)
+    subprocess.run([sys.executable, "-W", "error", "-c", USES], check=True, timeout=540)
 
 
 @pytest.mark.parametrize("name", ["custom_codec.py", "custom_exchange.py"])

@@ -52,7 +52,7 @@ def drive(size, settings, cost_s, steps):
             clock.now += cost_s(rank.rank, specs[-1], step)
         return specs, hook.stats().reason, exact
 
-    outcomes = thread_ranks(size, main, timeout_s=60.0)
+    outcomes = thread_ranks(size, main, timeout_s=300)
     assert all(specs == outcomes[0][0] for specs, _, _ in outcomes)
     assert all(exact for _, _, exact in outcomes)
     return outcomes[0][0], outcomes[0][1]

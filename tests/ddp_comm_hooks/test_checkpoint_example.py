@@ -77,7 +77,7 @@ def test_torch_load_accepts_every_hook_and_state(hook, tmp_path):
 def test_a_new_process_needs_only_the_import_of_the_hook_s_module(hook, tmp_path):
     save(tmp_path / "checkpoint.pt", hook)
     command = [sys.executable, "-W", "error", "-c", LOAD, hook.__module__, str(tmp_path / "checkpoint.pt")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=540)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [hook.__module__, hook.__qualname__, type(make_state(hook)[0]).__name__]
 
@@ -144,6 +144,6 @@ def test_a_lost_group_is_a_message_of_its_own(kept, tmp_path):
 
 def test_one_line_on_stderr_where_logging_is_not_set_up():
     text = "import pickle; from gradwire.ddp_comm_hooks.powerSGD_hook import PowerSGDState as S; pickle.dumps(S(None))"
-    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=240)
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=540)
     assert done.returncode == 0
     assert done.stderr.count(SAVED) == 1

@@ -200,7 +200,7 @@ def inductor(rank, size, name):
 
 
 def spawn(run, *args):
-    return spawn_ranks(2, run, *args, timeout_s=550)
+    return spawn_ranks(2, run, *args, timeout_s=1100)
 
 
 def check_same(names, *forms):
@@ -208,7 +208,7 @@ def check_same(names, *forms):
         assert results == {(name, form.__name__): 0.0 for name in names for form in forms}
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     "specs", [QUICK_SPECS, pytest.param(sorted({*SPECS} - {*QUICK_SPECS}), marks=pytest.mark.thorough)], ids=len
 )
@@ -217,7 +217,7 @@ def test_compiled_module_and_compiled_ddp_with_every_exchange(specs):
     check_same(specs, compiled_module, compiled_ddp)
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     "hooks", [QUICK_HOOKS, pytest.param(sorted({*HOOKS} - {*QUICK_HOOKS}), marks=pytest.mark.thorough)], ids=len
 )
@@ -225,25 +225,26 @@ def test_compiled_module_and_compiled_ddp_with_every_drop_in_hook(hooks):
     check_same(hooks, compiled_module, compiled_ddp)
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_compiled_autograd_with_half_precision_hooks():
     """PyTorch's own test of these hooks, on the CPU."""
     check_same(["fp16_compress_hook", "bf16_compress_hook"], compiled_autograd)
 
 
 @compiled_codecs
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_compiled_autograd_with_a_codec():
     check_same(["int4"], compiled_autograd)
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.long
+@pytest.mark.timeout(1200)
 @pytest.mark.thorough
 def test_compiled_autograd_with_every_drop_in_hook_that_works_without_buckets():
     check_same([name for name in PLAIN if name != "quantization_pertensor_hook"], compiled_autograd)
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.thorough
 def test_compiled_autograd_with_one_scale_per_gradient():
     """The hook has one scale per bucket otherwise, so both round, each value by up to half a step of 1/127."""
@@ -251,13 +252,14 @@ def test_compiled_autograd_with_one_scale_per_gradient():
         assert max(results.values()) <= 2 * 0.5 / 127
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.long
+@pytest.mark.timeout(1200)
 @pytest.mark.thorough
 def test_compiled_autograd_with_every_exchange_that_keeps_no_state():
     check_same([spec for spec in SPECS if spec not in REFUSED_SPECS], compiled_autograd)
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_python_reducer_refuses_by_name():
     """Exchanges that keep state when they are registered, and hooks that need buckets when they are called."""
     for errors in spawn(errors_of, [*REFUSED_SPECS, *REFUSED_HOOKS], python_reducer, {}):
@@ -269,7 +271,7 @@ def test_python_reducer_refuses_by_name():
         assert errors.keys() == REFUSED_SPECS - {"auto"} | REFUSED_HOOKS.keys()
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.thorough
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_compiled_autograd_refuses_hooks_that_need_buckets(fullgraph):
@@ -287,7 +289,7 @@ def test_the_hook_of_mixed_precision_refuses_compiled_autograd():
         mixed._reducer_allreduce_and_upcast_hook(mixed._AllreduceUpcastHookState(None, None), pair)
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.thorough
 def test_compiled_autograd_with_inductor():
     for worst in spawn(inductor, "fp16_compress_hook"):

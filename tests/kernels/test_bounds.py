@@ -21,6 +21,7 @@ def test_bytes_that_are_no_wire_are_refused_or_decoded() -> None:
     assert outcomes["decoded"] > 50
 
 
+@pytest.mark.long
 @pytest.mark.thorough
 def test_no_kernel_reads_or_writes_out_of_bounds(tmp_path: Path) -> None:
     """In a process of its own, which compiles all kernels again with bounds checks."""

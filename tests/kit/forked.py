@@ -12,12 +12,13 @@ import runpy
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from multiprocessing import get_context
+from multiprocessing import forkserver, get_context, resource_tracker
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
 import torch
 
+from gradwire.tools.cli import main
 from gradwire.tools.launch import forked, rank
 from gradwire.tools.launch.launch import MODULE
 from gradwire.tools.launch.plan import PARENT
@@ -87,8 +88,9 @@ def _read(file: int) -> str:
 
 
 def become(run: Callable[[], object], words: list[str], env: dict[str, str], out: Connection, err: Connection) -> None:
-    """Make this process look like a new interpreter."""
+    """Make this process look like a new interpreter. Ranks that it starts are forked from the same server."""
     os.setsid()
+    forkserver._forkserver.ensure_running = resource_tracker.ensure_running  # type: ignore[attr-defined]  # it runs
     gc.freeze()  # at its end an interpreter looks at everything twice, which takes a second
     os._exit = end  # type: ignore[assignment]  # by which multiprocessing would leave out all exit handlers
     os.dup2(out.fileno(), 1)
@@ -120,6 +122,12 @@ def end(code: int) -> NoReturn:
 def run_rank() -> int:
     """`python -m gradwire.tools.launch.rank`."""
     return rank.main()
+
+
+def run_gradwire() -> int:
+    """`gradwire`, whose ranks are forked too."""
+    Command.start = start  # type: ignore[assignment,method-assign]
+    return main(sys.argv[1:])
 
 
 def run_script() -> None:

@@ -56,9 +56,9 @@ QUICK = ("exact", "noop", "bf16", "int8", "fp16:feedback=true", "powersgd:rank=1
 QUICK_ON_MORE = ("exact", "int8", "powersgd:rank=1,min_compression=0.5")
 """The same on more than 2 ranks, where the contracts of exchanges cover the others."""
 
-GROUP_TIMEOUT_S = 60.0
+GROUP_TIMEOUT_S = 240.0
 """A collective that hangs fails after this time. One that works takes a small fraction of a second."""
-TEST_TIMEOUT_S = 100.0
+TEST_TIMEOUT_S = 300.0
 """A test that hangs in another way ends after this time, before pytest's own time limit ends all tests."""
 
 

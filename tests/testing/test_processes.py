@@ -18,6 +18,8 @@ from gradwire.testing import RankFailed, RankPool, spawn_ranks
 from gradwire.testing import processes as kit
 from gradwire.testing.processes import when_all_returned
 
+from ..kit.forked import run_programs
+
 
 @pytest.fixture
 def pool():
@@ -246,15 +248,23 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(
-    "ending", ["returns", pytest.param("is killed", marks=pytest.mark.thorough), "is killed during a call"]
-)
+@pytest.mark.parametrize("ending", ["is killed", "is killed during a call"])
 def test_no_rank_outlives_its_program(ending, tmp_path):
+    program = Path(tmp_path, "program.py")
+    program.write_text(ENDING)
+    ((code, _, _),) = run_programs([str(program), str(tmp_path), ending])
+    assert code == -signal.SIGKILL
+    for rank in range(2):
+        wait_until_gone(int(Path(tmp_path, f"pool {rank}").read_text()))
+
+
+@pytest.mark.long
+def test_no_rank_outlives_a_program_with_a_server_of_its_own(tmp_path):
     program = Path(tmp_path, "program.py")
     program.write_text(ENDING)
     root = str(Path(__file__).parents[2])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run([sys.executable, str(program), str(tmp_path), ending], env=environment, timeout=240)
-    assert done.returncode == (0 if ending == "returns" else -signal.SIGKILL)
+    done = subprocess.run([sys.executable, str(program), str(tmp_path), "returns"], env=environment, timeout=540)
+    assert done.returncode == 0
     for rank in range(2):
         wait_until_gone(int(Path(tmp_path, f"pool {rank}").read_text()))

@@ -57,7 +57,7 @@ def when_all_returned(act: Callable[[], None]) -> None:
 
 
 def spawn_ranks(
-    size: int, run: Callable[..., Any], *args: Any, timeout_s: float = 60.0, test_device: bool = False
+    size: int, run: Callable[..., Any], *args: Any, timeout_s: float = 300.0, test_device: bool = False
 ) -> list[Any]:
     """Run a function in new processes under a gloo world.
 
@@ -126,7 +126,7 @@ class RankPool:
         self._pipes: list[Any] = []
         self._store: Store | None = None
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 300.0) -> list[Any]:
         """Run `function(rank, size, *args)` on every rank; the return values in order. See `spawn_ranks`."""
         call = pickle.dumps(_Call(next(self._calls), function, args, timeout_s, self._test_device))
         deadline = time.monotonic() + timeout_s

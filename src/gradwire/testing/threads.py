@@ -73,7 +73,7 @@ class Rank:
             hook.close()
 
 
-def thread_ranks(size: int, run: Callable[[Rank], T], timeout_s: float = 20.0) -> list[T]:
+def thread_ranks(size: int, run: Callable[[Rank], T], timeout_s: float = 120.0) -> list[T]:
     """Run a function on ranks that are threads of this process.
 
     A rank closes its hooks when all ranks have returned, for another one may still be connecting to it, or at once when

@@ -13,6 +13,7 @@ import pytest
 
 from gradwire.tools.cli import main
 
+from ...kit.forked import Forked, run_gradwire, run_programs
 from ...kit.versions import sharded_models
 from .messages import is_short
 
@@ -187,34 +188,28 @@ def test_a_script_without_ddp_is_an_error(tmp_path, run):
 
 @pytest.mark.long
 def test_inside_torchrun_and_the_traceback_of_the_rank_that_failed_comes_once(tmp_path):
-    torchrun = (
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "-m",
-        "gradwire.run",
-    )
-    command = (*torchrun, "--hook", "fp16", script(tmp_path, FAILS_ON_ONE))
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 1
-    assert done.stderr.count("ValueError: this rank has a problem") == 1
+    torchrun = tmp_path / "torchrun.py"
+    torchrun.write_text("from torch.distributed.run import main; main()")
+    words = ("--nproc-per-node", "2", "-m", "gradwire.run", "--hook", "fp16", script(tmp_path, FAILS_ON_ONE))
+    ((code, _, err),) = run_programs([str(torchrun), *words])
+    assert code == 1
+    assert err.count("ValueError: this rank has a problem") == 1
 
 
-@pytest.mark.long
 def test_ctrl_c_leaves_nothing_behind(tmp_path):
-    command = (*GRADWIRE, "run", "--hook", "fp16", "--nproc", "2", script(tmp_path, WAITS), str(tmp_path))
-    launcher = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command = ("gradwire", "run", "--hook", "fp16", "--nproc", "2", script(tmp_path, WAITS), str(tmp_path))
+    out, err = tmp_path / "out", tmp_path / "err"
+    with out.open("w") as to_out, err.open("w") as to_err:
+        launcher = Forked(run_gradwire, command, os.environ, (to_out.fileno(), to_err.fileno()))
     try:
         while len(pids(tmp_path)) < 4:
-            assert launcher.poll() is None, launcher.stderr.read()
+            assert launcher.poll() is None, err.read_text()
             time.sleep(0.05)
         launcher.send_signal(signal.SIGINT)
-        out, err = launcher.communicate(timeout=240)
+        code = launcher.wait()
     finally:
         launcher.kill()
-    assert (launcher.returncode, out, TRITONS.sub("", err)) == (130, "", "gradwire: interrupted\n")
+    assert (code, out.read_text(), TRITONS.sub("", err.read_text())) == (130, "", "gradwire: interrupted\n")
     assert not any(alive(pid) for pid in pids(tmp_path))
 
 

@@ -29,7 +29,7 @@ def installed():
 def gradwire(*words):
     """What a verb and the script print."""
     command = (sys.executable, "-m", "gradwire", *words)
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=540, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -9,7 +9,7 @@ from . import targets
 
 
 def run(function, **options):
-    return run_ranks(f"{targets.__name__}:{function.__name__}", 2, {"start": 10}, timeout_s=30, **options)
+    return run_ranks(f"{targets.__name__}:{function.__name__}", 2, {"start": 10}, timeout_s=300, **options)
 
 
 def test_results_come_in_the_order_of_the_ranks():
@@ -31,7 +31,7 @@ def test_an_error_shows_the_traceback_of_the_rank_that_made_it_once(forked_ranks
     assert text.count("Traceback") == 1
 
 
-def test_a_rank_that_dies_is_named_with_its_last_words():
+def test_a_rank_that_dies_is_named_with_its_last_words(forked_ranks):
     with pytest.raises(RunFailed, match="rank 1 was killed by SIGKILL") as caught:
         run(targets.die_on_rank_1)
     assert str(caught.value).endswith("rank 1 was here")

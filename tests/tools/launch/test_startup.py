@@ -28,7 +28,7 @@ def test_ddp_is_patched_when_torch_comes_and_another_sitecustomize_still_runs(tm
     (tmp_path / "sitecustomize.py").write_text("print('mine too')")
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(STARTUP), str(tmp_path)])}
     done = subprocess.run(
-        [sys.executable, "-c", ASK], env=env, capture_output=True, text=True, timeout=240, check=False
+        [sys.executable, "-c", ASK], env=env, capture_output=True, text=True, timeout=540, check=False
     )
     assert (done.stderr, done.stdout.splitlines()) == ("", ["mine too", f"True {tmp_path / 'sitecustomize.py'}"])
 
@@ -37,7 +37,7 @@ def test_a_rank_that_has_not_begun_ends_at_ctrl_c_without_a_word():
     env = {**os.environ, "PYTHONPATH": str(STARTUP)}
     words = [sys.executable, "-c", "import os; os.kill(os.getpid(), 2)"]
     ours, other = (
-        subprocess.run(words, env=env | more, capture_output=True, text=True, timeout=240, check=False)
+        subprocess.run(words, env=env | more, capture_output=True, text=True, timeout=540, check=False)
         for more in ({PARENT: str(os.getpid())}, {})
     )
     assert (ours.returncode, ours.stderr) == (-signal.SIGINT, "")

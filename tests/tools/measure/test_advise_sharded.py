@@ -129,7 +129,7 @@ def shard_and_train(ranks: Ranks, plan: RunPlan, follow: Callable[[Any, RunPlan]
 
 @sharded_models
 @pytest.mark.thorough
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_a_script_with_fully_shard_is_advised(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], forked_ranks: None
 ) -> None:

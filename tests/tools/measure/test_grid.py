@@ -166,8 +166,9 @@ def test_settings_of_a_grid_are_checked():
         BenchGrid(settings=Settings(seed=-1))
 
 
+@pytest.mark.long
 @pytest.mark.thorough
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_an_interrupted_bench_keeps_what_is_done_and_goes_on(tmp_path, capsys):
     path = tmp_path / "records.jsonl"
     options = ["--hooks", "int8", "--steps", "2", "--links", "none", "500mbit", "--out", str(path)]
@@ -178,7 +179,7 @@ def test_an_interrupted_bench_keeps_what_is_done_and_goes_on(tmp_path, capsys):
             assert bench.poll() is None
         started = children(bench.pid)
         bench.send_signal(signal.SIGINT)
-        out, err = bench.communicate(timeout=240)
+        out, err = bench.communicate(timeout=540)
     finally:
         bench.kill()
     assert (bench.returncode, out) == (130, "")

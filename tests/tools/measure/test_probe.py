@@ -114,6 +114,7 @@ def test_codecs_take_time():
     assert found.decode_ns > 0
 
 
+@pytest.mark.long
 def test_the_command_line_measures_between_processes(capfd, forked_ranks):
     assert main(["probe", "--link", "1gbit,latency=1ms", "--pairs", "--json"]) == 0
     printed = capfd.readouterr().out
