@@ -100,7 +100,7 @@ def _train(number: int, port: int, settings: dict[str, Any], pipe: Any) -> dict[
     end = None
     with kind(model, optimizer, sync_every=4, on_failure=shrink, **given) as rounds:
         while end is None or rounds.steps < end:
-            now = (rounds.members.epoch, rounds.members.size)
+            now = (rounds.hook.size, rounds.members.epoch)[::-1]  # the hook waits until the group is formed
             if not log or now != log[-1][:2]:
                 log.append((*now, rounds.steps))
                 pipe.send(("epoch", log[-1]))

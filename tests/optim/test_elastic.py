@@ -124,10 +124,11 @@ def store():
 class Probe(LocalSGD):
     """Keeps what every average took and gave."""
 
-    def _settle(self, transfer):
+    def _settle(self, transfer, *, may_postpone=False):
         sent, names = self._sent[transfer], transfer.fragment.names
         before = _flat(sent.residuals, transfer)
-        super()._settle(transfer)
+        if not super()._settle(transfer, may_postpone=may_postpone):
+            return False
         after = _flat(self.hook.kept_of(names)[0], transfer)
         self.seen.append((self.hook.size, sent.delta + before, transfer.mean.clone(), after))
         return True
