@@ -375,7 +375,8 @@ class ElasticRounds(Rounds):
         state = {**self._exchange_state(), "rank": rank, "size": size}
         name = f"epoch/{self._crew.epoch}"
         try:
-            self.hook = self._in_time(partial(self._new_hook, self._crew.store.lanes, rank, size, name))
+            store = self._crew.store.for_group()
+            self.hook = self._in_time(partial(self._new_hook, store, rank, size, name))
             self._load_hook([{"exchange": state}], self.last_sent)
             self._hand_over(give)
             self._in_time(partial(self._check_state, self.steps if step is None else step))
@@ -445,7 +446,7 @@ class ElasticRounds(Rounds):
             self._crew.store.set(f"{self._crew.epoch}/step", str(self.steps))  # for `_catch_up`
 
     def _sent_state(self, give: Callable[[], Packed], place: int, count: int) -> Any:
-        store = PrefixStore(f"handover/{self._crew.epoch}", self._crew.store.lanes)
+        store = PrefixStore(f"handover/{self._crew.epoch}", self._crew.store.for_group())
         if place == 0:
             text, octets = give()
             store.set("text", text)
