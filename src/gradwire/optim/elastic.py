@@ -42,7 +42,7 @@ from gradwire.exchanges import Exchange
 from gradwire.exchanges.bucket import Memory
 from gradwire.optim.handover import byte_count, packed, send, unpacked
 from gradwire.optim.members import FAILED, GROW, Members, Shrink
-from gradwire.optim.outside import PROBE_S, in_time
+from gradwire.optim.outside import PROBE_S, in_time, leave_behind
 from gradwire.optim.rounds import Rounds, Transfer
 from gradwire.version import __version__
 
@@ -364,7 +364,7 @@ class ElasticRounds(Rounds):
 
     def _drop_hook(self) -> None:
         self.hook.runner.give_up(ExchangeError("the ranks form another group"))
-        self.hook.close()
+        leave_behind(self.hook.close)  # a collective that has begun may take until its time limit to end
 
     def _form(self, give: Callable[[], Packed], step: int | None = None) -> Exception | None:
         """Connect to the other members; the error if that fails.

@@ -59,6 +59,14 @@ def in_time(call: Callable[[], T], timeout_s: float, late: str, stop: Callable[[
     return results[0]
 
 
+def leave_behind(call: Callable[[], object]) -> None:
+    """Run a call that may take long in a thread of its own."""
+    _left_behind[:] = [thread for thread in _left_behind if thread.is_alive()]
+    thread = threading.Thread(target=call, name="outside", daemon=True)
+    thread.start()
+    _left_behind.append(thread)
+
+
 def wait_for_left_behind(timeout_s: float) -> None:
     """At the end: a process must not exit while a thread is inside torch."""
     until_s = time.monotonic() + timeout_s
