@@ -333,10 +333,12 @@ class ElasticRounds(Rounds):
         ) from error
 
     def _catch_up(self) -> None:
-        """Start at the step which the others have reached since the state was taken that this rank has now."""
+        """Start after the step which the others have reached since the state was taken that this rank has now: they
+        are in the middle of the next one, and would wait for a rank that is later.
+        """
         if self._crew.rank >= self._crew.holders > 0:
             step = int(self._crew.store.find(f"{self._crew.epoch}/step") or 0)
-            self.steps = max(self.steps, min(step, self._next_send() - 1))
+            self.steps = max(self.steps, min(step + 1, self._next_send() - 1))
 
     def _report(self, before: int, seconds: float) -> None:
         now, level = self._hook.size, logging.WARNING if self._hook.size < before else logging.INFO
