@@ -374,9 +374,9 @@ class ElasticRounds(Rounds):
         `give` returns the state for newcomers, on rank 0. `step` is that of the members, if they are training on.
         """
         rank, size, meter = self._crew.rank, self._crew.size, self.hook.runner.meter
-        state = {**self._exchange_state(), "rank": rank, "size": size}
         name = f"epoch/{self._crew.epoch}"
         try:
+            state = {**self._exchange_state(), "rank": rank, "size": size}
             store = self._crew.store.for_group()
             self.hook = self._in_time(partial(self._new_hook, store, rank, size, name))
             self._load_hook([{"exchange": state}], self.last_sent)
