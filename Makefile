@@ -112,11 +112,12 @@ bench: setup
 faults: setup
 	$(BIN)/python benchmarks/faults.py --faults 1080 --links 120
 
-# Many hours.
+# Many hours. It goes on where it was stopped: results are kept in .benchmarks/soak.jsonl.
 soak: setup
-	$(BIN)/python benchmarks/soak.py
-	$(BIN)/python benchmarks/soak.py --ranks 8 --steps 1000
-	$(BIN)/python benchmarks/soak.py --ranks 16 --steps 1000
+	mkdir -p .benchmarks
+	$(BIN)/python benchmarks/soak.py --records .benchmarks/soak.jsonl
+	$(BIN)/python benchmarks/soak.py --records .benchmarks/soak.jsonl --ranks 8 --steps 1000
+	$(BIN)/python benchmarks/soak.py --records .benchmarks/soak.jsonl --ranks 16 --steps 1000
 
 # Extreme values into every hook, and bytes that are no wire into every decoder, with bounds checks. About 15 minutes.
 fuzz: setup

@@ -2,17 +2,24 @@
 
     python benchmarks/soak.py                                         # every hook, 10,000 steps on 4 ranks
     python benchmarks/soak.py --ranks 16 --steps 1000 --hooks int8 topk
+    python benchmarks/soak.py --records soak.jsonl                    # go on after the hooks that are in the file
 
 Layers have random sizes and buckets a random cap, the same on all ranks. In one step of a hundred a rank has an inf or
 a NaN, and all ranks must skip it. Ranks pause at random. Ten times on the way `verify()` compares the replicas and the
 hook's results. In the second half, the resident memory of a rank must not grow by more than 4 MB and 512 bytes per
 step, and its threads and sockets must stay the same.
+
+With `--records` the results of a hook are appended to a file as soon as it is done, and hooks that are in it already
+(with the same ranks and steps) are not run again. Without problems a slow machine changes nothing but the duration:
+collectives wait for `--timeout-s`.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import itertools
+import json
 import math
 import os
 import random
@@ -101,33 +108,65 @@ def problems(samples: Sequence[tuple[int, int, int, int]]) -> tuple[float, list[
     return growth, found + [f"{name}: {was} before, {now} after" for name, was, now in names if was != now]
 
 
-def soak(spec: str, ranks: int, steps: int) -> list[str]:
-    """A row of the table for one hook; the last cell holds what went wrong."""
+def soak(spec: str, ranks: int, steps: int, timeout_s: float) -> dict[str, Any]:
+    """Run one hook: what came of it."""
     began = time.monotonic()
+    record = {"hook": spec, "ranks": ranks, "steps": steps, "date": datetime.date.today().isoformat()}
     try:
-        results = spawn_ranks(ranks, rank_main, spec, steps, timeout_s=12 * 3600)
+        results = spawn_ranks(ranks, rank_main, spec, steps, timeout_s=timeout_s)
     except Exception as error:
-        return [spec, str(ranks), str(steps), "", "", "", "", "", f"{type(error).__name__}: {error}"]
+        return {**record, "problems": f"{type(error).__name__}: {error}"}
     judged = [problems(result["samples"]) for result in results]
     wrong = "; ".join(f"rank {rank}: {text}" for rank, (_, found) in enumerate(judged) for text in found)
     *_, threads, sockets = results[0]["samples"][-1]
     growth, first = max(growth for growth, _ in judged), results[0]
-    cells = [f"{first['buckets']:.1f}", first["skipped"], f"{growth:.0f}", threads, sockets]
-    print(f"{spec}: {time.monotonic() - began:.0f} s: {wrong or 'ok'}", flush=True)
-    return [spec, str(ranks), str(steps), *map(str, cells), wrong or "none"]
+    record |= {"buckets": first["buckets"], "skipped": first["skipped"], "growth": growth, "threads": threads}
+    record |= {"sockets": sockets, "seconds": round(time.monotonic() - began), "problems": wrong or "none"}
+    return {**record, "samples": [result["samples"] for result in results]}
+
+
+def row(record: dict[str, Any]) -> list[str]:
+    """A line of the table."""
+    first = [record["hook"], str(record["ranks"]), str(record["steps"])]
+    if "growth" not in record:
+        return [*first, "", "", "", "", "", record["problems"]]
+    cells = [f"{record['buckets']:.1f}", record["skipped"], f"{record['growth']:.0f}", record["threads"]]
+    return [*first, *map(str, cells), str(record["sockets"]), record["problems"]]
+
+
+def recorded(path: Path | None) -> list[dict[str, Any]]:
+    """What earlier runs have found."""
+    return [] if path is None or not path.exists() else [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def main() -> int:
     """Run all hooks, one after the other. Returns 1 if anything went wrong."""
+    args = parse_args()
+    known = {(record["hook"], record["ranks"], record["steps"]): record for record in recorded(args.records)}
+    for spec in args.hooks:
+        key = spec, args.ranks, args.steps
+        if key in known:
+            continue
+        known[key] = record = soak(*key, args.timeout_s)
+        print(f"{spec}: {record.get('seconds', 0)} s: {record['problems']}", flush=True)
+        if args.records is not None:
+            with args.records.open("a") as file:
+                file.write(json.dumps(record) + "\n")
+    rows = [row(known[spec, args.ranks, args.steps]) for spec in args.hooks]
+    head = ["hook", "ranks", "steps", "buckets", "skipped", "growth B/step", "threads", "sockets", "problems"]
+    print(text_table([head, *rows], right=range(1, 8)))
+    return int(any(cells[-1] != "none" for cells in rows))
+
+
+def parse_args() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hooks", nargs="+", default=list(HOOKS))
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--ranks", type=int, default=4)
-    args = parser.parse_args()
-    rows = [soak(spec, args.ranks, args.steps) for spec in args.hooks]
-    head = ["hook", "ranks", "steps", "buckets", "skipped", "growth B/step", "threads", "sockets", "problems"]
-    print(text_table([head, *rows], right=range(1, 8)))
-    return int(any(row[-1] != "none" for row in rows))
+    parser.add_argument("--records", type=Path, help="a file of JSON lines to append to, and to continue from")
+    parser.add_argument("--timeout-s", type=float, default=12 * 3600.0, help="for a hook, and for each collective")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

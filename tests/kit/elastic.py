@@ -7,18 +7,23 @@ import signal
 import threading
 import time
 import traceback
+from functools import partial
 from multiprocessing import get_context
 from typing import Any
 
 import torch
 
 from gradwire._torch import TCPStore
-from gradwire.optim import DiLoCo, LocalSGD, Shrink
+from gradwire.optim import DiLoCo, LocalSGD, Shrink, Synchronous
 from gradwire.testing.processes import PRELOAD
 
 from .local import Net, train, values
 
-KINDS = {"local": LocalSGD, "diloco": DiLoCo}
+KINDS = {
+    "local": partial(LocalSGD, sync_every=4),
+    "diloco": partial(DiLoCo, sync_every=4),
+    "synchronous": Synchronous,
+}
 LIMIT_S = 200.0
 TIMEOUT_S = 30.0
 
@@ -98,17 +103,22 @@ def _train(number: int, port: int, settings: dict[str, Any], pipe: Any) -> dict[
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=given.pop("momentum", 0.0))
     log: list[tuple[int, int, int]] = []
     end = None
-    with kind(model, optimizer, sync_every=4, on_failure=shrink, **given) as rounds:
+    with kind(model, optimizer, on_failure=shrink, **given) as rounds:
+        synchronous, joins = isinstance(rounds, Synchronous), 0
+        more = {"average": rounds.average} if synchronous else {}
         while end is None or rounds.steps < end:
-            now = (rounds.members.epoch, rounds.members.size)
+            now = (rounds.hook.size, rounds.members.epoch)[::-1]  # the hook waits until the group is formed
             if not log or now != log[-1][:2]:
-                log.append((*now, rounds.steps))
+                # A group is formed before gradients are averaged; members see it only afterwards.
+                first = rounds.steps - (synchronous and joins == rounds.members.joins)
+                joins = rounds.members.joins
+                log.append((*now, first))
                 pipe.send(("epoch", log[-1]))
-                end = rounds.steps + 2 * rounds.sync_every if now[1] == end_size and now[0] > end_epoch else None
+                end = first + 8 if now[1] == end_size and now[0] > end_epoch else None
             if rounds.steps == at and fault is not None:
                 _strike(fault, pipe)
                 fault = None
-            train(model, optimizer, number, [rounds.steps])
+            train(model, optimizer, number, [rounds.steps], **more)
         residuals = rounds.hook.state_dict()["residuals"]
         momentum = [optimizer.state[param].get("momentum_buffer") for param in model.parameters()]
     got = {"values": values(model), "log": log, "steps": rounds.steps, "residuals": residuals, "momentum": momentum}

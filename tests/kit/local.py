@@ -62,7 +62,7 @@ class Net(nn.Module):
         return torch.tanh(x @ self.first.t() + self.bias) @ self.second.t()
 
 
-def train(model, optimizer, rank, steps, shape=(16, 8, 5)):
+def train(model, optimizer, rank, steps, shape=(16, 8, 5), average=lambda: True):
     """Steps on data of this rank's own. `steps` are numbers: the data of a step depend on its number."""
     for step in steps:
         generator = torch.Generator().manual_seed(1000 * step + rank)
@@ -70,7 +70,8 @@ def train(model, optimizer, rank, steps, shape=(16, 8, 5)):
         x, y = torch.randn(rows, inputs, generator=generator), torch.randn(rows, outputs, generator=generator)
         optimizer.zero_grad()
         (model(x) - y).square().mean().backward()
-        optimizer.step()
+        if average():
+            optimizer.step()
 
 
 def values(model):

@@ -18,6 +18,7 @@ from gradwire.errors import RegisterError, SpecError
 from gradwire.optim import DiLoCo, LocalSGD, Shrink
 from gradwire.optim.handover import packed, unpacked
 from gradwire.optim.members import FAILED, GO, Members
+from gradwire.optim.outside import OutsideStore
 from gradwire.testing import thread_ranks
 
 from ..kit.elastic import Crew
@@ -125,10 +126,11 @@ def store():
 class Probe(LocalSGD):
     """Keeps what every average took and gave."""
 
-    def _settle(self, transfer):
+    def _settle(self, transfer, *, may_postpone=False):
         sent, names = self._sent[transfer], transfer.fragment.names
         before = _flat(sent.residuals, transfer)
-        super()._settle(transfer)
+        if not super()._settle(transfer, may_postpone=may_postpone):
+            return False
         after = _flat(self.hook.kept_of(names)[0], transfer)
         self.seen.append((self.hook.size, sent.delta + before, transfer.mean.clone(), after))
         return True
@@ -165,6 +167,66 @@ def test_no_residual_is_lost_or_counted_twice_when_an_average_is_repeated(store)
         kept = torch.stack([entry[3] for entry in there]).sum(0)
         torch.testing.assert_close(size * mean + kept, came, rtol=1e-4, atol=1e-5)
         assert kept.any()
+
+
+def test_an_average_that_has_failed_is_applied_when_the_next_one_is_sent(store):
+    """And every step of the ranks that are left counts once. Rank 2 goes after 6 steps; parameters are sent after 8."""
+
+    def run(rank):
+        model, sizes = Net(), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        shrink = Shrink(store, ranks=3, timeout_s=30)
+        rounds = LocalSGD(model, optimizer, sync_every=4, delay=1, on_failure=shrink)
+        with contextlib.suppress(ZeroDivisionError), rounds:
+            for step in range(12):
+                train(model, optimizer, rank.rank, [step])
+                sizes.append((rounds.steps, len(rounds.transfers), any(one.postponed for one in rounds.transfers)))
+                if rank.rank == 2 and step == 5:
+                    raise ZeroDivisionError
+        return values(model), sizes
+
+    results = thread_ranks(3, run, timeout_s=200)
+    for end, seen in results[:2]:
+        assert [under_way for _, under_way, _ in seen[7:]] == [1, 1, 1, 1, 1]
+        assert [postponed for _, _, postponed in seen[7:]] == [False, True, True, True, False]
+        torch.testing.assert_close(end, _postponed(), rtol=1e-5, atol=1e-6)
+
+
+def _postponed():
+    """That training in one thread: sent at 4, 8 and 12, applied at 5, at 12 instead of 9, and at the end."""
+    nets = [Net() for _ in range(3)]
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+    agreed, sent = values(nets[0]), []
+    for step in range(1, 13):
+        there = 3 if step <= 6 else 2
+        for number in range(there):
+            train(nets[number], optimizers[number], number, [step - 1])
+        if step in (5, 12):
+            agreed = _applied(agreed, sent, nets[:there] if step == 5 else nets[:2])
+        if step in (4, 8, 12):
+            sent = [values(net) for net in nets[: 3 if step == 4 else 2]]
+    return _applied(agreed, sent, nets[:2])
+
+
+def _applied(agreed, sent, nets):
+    new = agreed - torch.stack([agreed - value for value in sent]).mean(0)
+    for net, value in zip(nets, sent, strict=True):
+        torch.nn.utils.vector_to_parameters(new + values(net) - value, net.parameters())
+    return new
+
+
+def test_a_call_that_is_left_behind_does_not_hold_up_the_next_group(store):
+    host, port = store.split(":")
+    outside = OutsideStore(host, int(port), "0", 100.0)
+    first, second = outside.for_group(), outside.for_group()
+    waiting = threading.Thread(target=lambda: first.get("something that comes late"), daemon=True)
+    waiting.start()
+    second.set("something else", "1")
+    assert second.get("something else") == b"1"
+    assert outside.find("something else") == "1"
+    assert waiting.is_alive()
+    second.set("something that comes late", "1")
+    waiting.join()
 
 
 def test_a_checkpoint_of_all_ranks_continues_on_another_number(store):

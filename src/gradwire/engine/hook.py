@@ -23,7 +23,7 @@ from gradwire.engine.verify import Verification, verify
 from gradwire.engine.watch import Watch, Watched
 from gradwire.errors import CLOSED, ExchangeError, RegisterError, SpecError
 from gradwire.exchanges import Exact, Exchange, exchange
-from gradwire.exchanges.base import Comm
+from gradwire.exchanges.base import Comm, Levels
 from gradwire.exchanges.bucket import Bucket, Memory, Segment, Steps
 from gradwire.exchanges.feedback import fed_back, withheld
 from gradwire.exchanges.whiten import SecondMoments
@@ -75,11 +75,12 @@ class Hook:
         traced: bool = False,
         unused: bool = False,
         moments: SecondMoments | None = None,
+        agreed: bool = False,
     ) -> None:
         """`requested` is the user's spec, if it is not that of the exchange. `traced`: for DDP's compiled reducer.
 
         `unused`: the caller discards the mean of tensors whose gradients are zero on all ranks. `moments`: those of the
-        optimizer, for exchanges that use them.
+        optimizer, for exchanges that use them. `agreed`: it is known that all ranks request the same.
         """
         self.exchange = exchange
         self.moments = moments
@@ -106,7 +107,7 @@ class Hook:
         self._steps = Steps()
         self._close = weakref.finalize(self, runner.close)
         self._close.atexit = False  # the runner closes itself at exit
-        self._enter(exchange, requested or str(exchange))
+        self._enter(exchange, requested or str(exchange), agreed=agreed)
 
     # -- averaging ---------------------------------------------------------------------------------------------
 
@@ -378,7 +379,7 @@ class Hook:
 
     # -- machinery ---------------------------------------------------------------------------------------------
 
-    def _enter(self, new: Exchange, requested: str) -> None:
+    def _enter(self, new: Exchange, requested: str, *, agreed: bool = False) -> None:
         """Make sure that all ranks request the same exchange, and make its lanes."""
         if self.traced and not new.traceable:
             raise RegisterError(
@@ -398,6 +399,11 @@ class Hook:
             return
         kernels.load()
         new.warm_up(self.device)
+        if not agreed:
+            self._agree_on(new, requested, levels)
+        self._open(new)
+
+    def _agree_on(self, new: Exchange, requested: str, levels: Levels | None) -> None:
         self.runner.open(1)
         self.agree("version", f"gradwire {__version__}, torch {torch.__version__}")
         self.agree("hook", requested)
@@ -410,7 +416,6 @@ class Hook:
         self.agree("find_unused_parameters", str(self._unused))
         if levels is not None:
             self.agree("ranks of a node", str(levels.node))
-        self._open(new)
 
     def _open(self, new: Exchange) -> None:
         """Make the lanes of an exchange that all ranks use."""

@@ -20,6 +20,12 @@ from gradwire.models.ddp import attach, check_chunk_bytes
 from gradwire.models.fsdp import attach_sharded
 from gradwire.models.sharded_checks import check_mesh, gathers_of, is_sharded
 
+ON_FAILURE = (
+    "on_failure is not an option of register(): the process group of DDP and of fully_shard has a fixed set of ranks, "
+    "so that none can leave or come back. To train on when a rank fails, use gradwire.optim.Synchronous, LocalSGD or "
+    "DiLoCo with the plain module (see docs/elastic.md)"
+)
+
 
 def register(
     model: nn.Module,
@@ -72,6 +78,8 @@ def register(
         >>> hook = gradwire.register(model, "int8", gather="bf16")
     """
     check_chunk_bytes(chunk_bytes)
+    if "on_failure" in options:
+        raise RegisterError(ON_FAILURE)
     if check_every is not None:
         check_interval("check_every", check_every)
     if optimizer is not None and not isinstance(optimizer, Optimizer):

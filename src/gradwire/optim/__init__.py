@@ -5,6 +5,7 @@ from gradwire.optim.in_backward import StepInBackward, step_in_backward
 from gradwire.optim.local_sgd import DiLoCo, LocalSGD
 from gradwire.optim.members import Shrink
 from gradwire.optim.one_bit import OneBitAdamW
+from gradwire.optim.synchronous import Synchronous
 
 __all__ = [
     "DiLoCo",
@@ -15,5 +16,6 @@ __all__ = [
     "PostLocalSGDOptimizer",
     "Shrink",
     "StepInBackward",
+    "Synchronous",
     "step_in_backward",
 ]

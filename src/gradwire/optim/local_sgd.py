@@ -16,6 +16,7 @@ al., "DiLoCo" (2023) and, for fragments and delays, "Streaming DiLoCo" (2025).
 
 from __future__ import annotations
 
+import itertools
 import math
 import weakref
 from collections.abc import Mapping, Sequence
@@ -116,7 +117,7 @@ class LocalSGD(ElasticRounds):
         """Make the ranks equal, unless there was an error; then stop counting."""
         try:
             if error is not None:
-                self.hook.runner.give_up(error)
+                self._give_up(error)
             else:
                 self._end()
         finally:
@@ -139,7 +140,8 @@ class LocalSGD(ElasticRounds):
         All ranks together, between steps. Fragments that were sent at this step are not sent again.
         """
         joins = self.members and self.members.joins
-        self._apply(self.transfers)
+        if self._ready():
+            self._apply(self.transfers)
         if self.members and self.members.joins != joins:
             return  # left out, and back: with the state of the others, who are somewhere else
         for fragment in self.fragments:
@@ -151,19 +153,23 @@ class LocalSGD(ElasticRounds):
         """Stop counting, and end threads and connections. Averages in flight are dropped."""
         if self._counter is not None:
             self._counter.remove()
-        self.transfers = []
-        self.hook.close()
-        if self.members is not None:
-            self.members.leave()
+        self._leave()
 
     def _count(self) -> None:
         self.steps += 1
-        for fragment in self.fragments:
-            if self.steps % self.sync_every == self._offset(fragment):
-                self._send(fragment)
-        self._apply([transfer for transfer in self.transfers if transfer.arrives_at <= self.steps])
+        due = [fragment for fragment in self.fragments if self.steps % self.sync_every == self._offset(fragment)]
+        if due and not self._ready():
+            return
+        for fragment in due:
+            self._send(fragment)
+        self._apply([one for one in self.transfers if one.arrives_at <= self.steps], may_postpone=True)
         if self._admits:
             self._admit()
+
+    def _next_send(self) -> int:
+        """The next step at which a fragment is sent."""
+        offsets = {self._offset(fragment) for fragment in self.fragments}
+        return next(step for step in itertools.count(self.steps + 1) if step % self.sync_every in offsets)
 
     def _offset(self, fragment: Fragment) -> int:
         """The step within a round at which a fragment is sent; for the last fragment it is the end of the round."""
@@ -184,10 +190,10 @@ class LocalSGD(ElasticRounds):
         self.last_sent, self.sent_at[fragment.index] = fragment.index, self.steps
 
     @torch.no_grad()
-    def _apply(self, transfers: Sequence[Transfer]) -> None:
+    def _apply(self, transfers: Sequence[Transfer], *, may_postpone: bool = False) -> None:
         """Steps 3 and 4, in the order in which the fragments were sent."""
         for transfer in list(transfers):
-            if not self._settle(transfer):
+            if not self._settle(transfer, may_postpone=may_postpone):
                 return
             fragment, values = transfer.fragment, self.globals[transfer.fragment.index]
             self._outer_step_(fragment, values, transfer.mean)

@@ -34,6 +34,7 @@ GO, GROW, FAILED = "go", "grow", "failed"
 """Decisions: it counts; it counts, and somebody wants to join; it does not count."""
 POLL_S = 0.002
 SLOWEST_POLL_S = 0.05
+FIRST_PROBE_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -259,6 +260,7 @@ class _Poll:
     def __init__(self, timeout_s: float) -> None:
         now = time.monotonic()
         self._until_s, self._probe_s, self._pause_s = now + timeout_s, now, POLL_S
+        self._between_probes_s = FIRST_PROBE_S
 
     @property
     def over(self) -> bool:
@@ -266,10 +268,11 @@ class _Poll:
         return time.monotonic() > self._until_s
 
     def is_time_to_probe(self) -> bool:
-        """True at first, and then once in PROBE_S."""
+        """True at first, then soon again, and later once in PROBE_S."""
         if time.monotonic() < self._probe_s:
             return False
-        self._probe_s = time.monotonic() + PROBE_S
+        self._probe_s = time.monotonic() + self._between_probes_s
+        self._between_probes_s = min(2 * self._between_probes_s, PROBE_S)
         return True
 
     def pause(self) -> None:

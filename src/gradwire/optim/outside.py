@@ -59,6 +59,14 @@ def in_time(call: Callable[[], T], timeout_s: float, late: str, stop: Callable[[
     return results[0]
 
 
+def leave_behind(call: Callable[[], object]) -> None:
+    """Run a call that may take long in a thread of its own."""
+    _left_behind[:] = [thread for thread in _left_behind if thread.is_alive()]
+    thread = threading.Thread(target=call, name="outside", daemon=True)
+    thread.start()
+    _left_behind.append(thread)
+
+
 def wait_for_left_behind(timeout_s: float) -> None:
     """At the end: a process must not exit while a thread is inside torch."""
     until_s = time.monotonic() + timeout_s
@@ -73,14 +81,19 @@ class OutsideStore:
         self.address, self._timeout_s = f"{host}:{port}", timeout_s
         try:
             socket.create_connection((host, port), timeout_s).close()  # torch would print its stack
-            self._store = self._ask(lambda: self._client(host, port, job))
-            self.lanes = self._ask(lambda: self._client(host, port, job))
-            """A client of its own for the engine, whose threads must not wait for the calls here."""
+            self._new = lambda: self._client(host, port, job)
+            self._store = self._ask(self._new)
         except (OSError, RuntimeError) as error:
             raise RegisterError(
                 f"there is no store at {self.address} [{_line(error)}]; start one with 'gradwire store --port {port}' "
                 "on that host, and make sure that this rank can reach it"
             ) from error
+
+    def for_group(self) -> Store:
+        """A client of its own for a group of ranks. A call that is left behind keeps its client until its time is up,
+        so that neither calls here nor the next group may use the same one.
+        """
+        return self._ask(self._new)
 
     def _client(self, host: str, port: int, job: str) -> Store:
         limit = timedelta(seconds=self._timeout_s)

@@ -35,6 +35,8 @@ class Transfer:
     future: Future[Tensor] | None
     at_start: list[Tensor]
     """The parameters when the transfer began; empty if the average is applied in the same step."""
+    postponed: bool = False
+    """Whether its average has failed, and is made again beside the next steps."""
 
 
 class Rounds:
@@ -71,8 +73,8 @@ class Rounds:
         """Start to average."""
         transfer.future = self.hook.mean(transfer.fragment.bucket(transfer.mean))
 
-    def _settle(self, transfer: Transfer) -> bool:
-        """Wait until the mean can be applied; False if there is none any more."""
+    def _settle(self, transfer: Transfer, *, may_postpone: bool = False) -> bool:
+        """Wait until the mean can be applied; False if there is none any more, or not yet, which may be allowed."""
         self._wait(transfer)
         return True
 
