@@ -21,7 +21,7 @@ from gradwire.tools.records.curves import Curve, read_curves
 from gradwire.tools.records.verdicts import Comparison, conclude
 
 SCRIPT = Script(str(Path(__file__).parent / "tasks" / "planted.py"))
-HOOKS = ("exact", "plain", "bf16", "sign")
+HOOKS = ("exact", "plain", "sign")
 PLANTED = "planted=@exact --scale 0.7"
 
 

@@ -41,12 +41,13 @@ def script(tmp_path, monkeypatch):
 
 
 @pytest.mark.thorough
-def test_from_the_headroom_to_an_answer_on_a_script_that_runs(script, capsys):
+@pytest.mark.timeout(900)
+def test_from_the_headroom_to_an_answer_on_a_script_that_runs(script, capfd, forked_ranks):
     """On so slow a link that the load of the machine does not decide which hooks are faster."""
     words = ["advise", "--link", "1mbit", "--steps", "8", "--hooks", "int8", "sign", "--compare", "runs.jsonl"]
     words += ["--compare-steps", "20", "--seeds", "2", "--json"]
     assert main([*words, *script]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(capfd.readouterr().out)
     assert found["headroom"]["is_network_bound"]
     assert found["promising"] == ["sign"]
     compared = found["comparison"]
