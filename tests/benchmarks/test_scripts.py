@@ -12,6 +12,8 @@ import torch
 from gradwire.codecs import CODECS
 from gradwire.tools.workload import WorkloadSettings
 
+from ..tools.records.curves import runs
+
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # scripts find each other in their own folder
 
 import error
@@ -24,6 +26,7 @@ import peers_page
 import references
 import simulated_workers
 import time_to_loss
+import verdicts
 
 TINY = WorkloadSettings(layers=1, width=32, heads=2, context=16, batch=2, text_bytes=50_000)
 
@@ -170,6 +173,15 @@ def test_gaps_of_low_bits_are_paired_by_seed():
     rows = [{"method": m, "seed": s, "steps": 9, "loss": loss, "bits": 2.1} for (m, s), loss in losses.items()]
     (line,) = low_bits.table(rows).splitlines()[2:]
     assert line == "| 9 | `int2` | 2.10 | 2 | +0.2000 | +0.28 of 0.707 | +0.300 | +0.100 +0.300 |"
+
+
+def test_repeats_of_a_comparison_have_seeds_of_their_own():
+    curves = runs({"plain": (0.0, 0.0), "sign": (0.1, 0.004)}, seeds=7)
+    found = verdicts.judged(curves, ["exact", "plain", "sign"], seeds=3)
+    assert [comparison.seeds for comparison in found] == [(0, 1, 2), (3, 4, 5)]  # the third one is not complete
+    plain, sign = verdicts.table(found).splitlines()[2:]
+    assert plain == "| `plain` | no harm seen: 2 of 2 |" + " 0.00000 to 0.00000 |" * 3
+    assert sign.startswith("| `sign` | hurts: 2 of 2 | 0.")
 
 
 def test_peers_are_a_table_and_a_chart(tmp_path):

@@ -29,7 +29,7 @@ from gradwire.tools.measure.headroom import EXTRA_STEPS, STEPS, built_in
 from gradwire.tools.measure.survey_sharded import changes_weights
 from gradwire.tools.records.jsonl import json_text
 from gradwire.tools.records.progress import Lines, progress
-from gradwire.tools.records.recommend import BASELINE
+from gradwire.tools.records.recommend import BASELINE, PAYS
 from gradwire.tools.records.table import text_table
 from gradwire.tools.records.verdicts import Comparison, conclude
 from gradwire.tools.report.comparison import to_text as comparison_text
@@ -144,10 +144,21 @@ def _text(advice: Advice, compared: Comparison | None, args: argparse.Namespace)
         return f"{to_text(advice, args.report)}\n\n{comparison_text(compared)}\n\nruns: {args.compare}"
     command = compare_command(advice, args)
     if command is None:
-        return to_text(advice, args.report)
+        return to_text(advice, args.report) + ("" if args.compare is None else f"\n\n{_nothing(advice)}")
     faster = ", ".join(f"{row.hook} (predicted {1e3 * row.predicted_s:.1f} ms)" for row in advice.promising())
     words = f"Faster, if it does not hurt: {faster}. Find out with"
     return f"{to_text(advice, args.report)}\n\n{textwrap.fill(words, WIDTH)}\n\n    {command}"
+
+
+def _nothing(advice: Advice) -> str:
+    """Why `--compare` has run nothing."""
+    if advice.headroom.is_sharded:
+        why = "gradwire compare takes no pairs of hooks for fully_shard."
+    elif not advice.headroom.is_network_bound:
+        why = "the training is not network-bound."
+    else:
+        why = f"no hook with an error above {advice.max_error:g} is predicted to be {PAYS:.2f}x as fast as the others."
+    return textwrap.fill(f"Nothing was compared: {why}", WIDTH)
 
 
 def compare_command(advice: Advice, args: argparse.Namespace) -> str | None:

@@ -125,15 +125,21 @@ class Advice:
         return {**answer, **limits, "headroom": self.headroom.as_dict(), "hooks": rows}
 
     def promising(self, most: int = 3) -> list[Row]:
-        """The hooks with an error above `max_error` that are predicted to beat the pick, the fastest ones first.
+        """The hooks with an error above `max_error` that are worth a comparison, the most exact ones first.
 
-        Whether they harm the training only a comparison can tell, and that takes no pairs of hooks yet.
+        Each is predicted to be at least PAYS times as fast as all hooks with a smaller error, the pick included. Taking
+        the fastest instead would compare the coarsest ones, and miss a hook between them and the pick that does no
+        harm. Whether they harm the training only a comparison can tell, and that takes no pairs of hooks yet.
         """
         if not self.headroom.is_network_bound or self.headroom.is_sharded:
             return []
-        limit_s = next(row for row in self.rows if row.hook == self.pick).predicted_s / PAYS
-        above = [row for row in self.rows if row.error > self.max_error and row.predicted_s <= limit_s]
-        return sorted(above, key=lambda row: row.predicted_s)[:most]
+        best_s = min(row.predicted_s for row in self.rows if row.error <= self.max_error or row.hook == self.pick)
+        found = []
+        for row in sorted(self.rows, key=lambda row: row.error):
+            if row.error > self.max_error and PAYS * row.predicted_s <= best_s:
+                found.append(row)
+                best_s = row.predicted_s
+        return found[:most]
 
     def _option(self, row: Row) -> Option:
         excluded = f"error above {self.max_error:g}" if row.error > self.max_error else self._gather_text(row)
