@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.futures import Future
 
 from gradwire._torch import is_profiled
-from gradwire.engine.gloo import THREADS
 from gradwire.engine.lanes import SURVIVORS_S, Lanes, Traffic, profiled
 from gradwire.engine.stats import Stats
 from gradwire.errors import CLOSED, ExchangeError
@@ -116,6 +115,10 @@ class Runner(Protocol):
     """What the jobs have moved, and how long they took."""
     overlaps: bool
     """Whether jobs overlap with each other, so that a large bucket is worth cutting into several."""
+
+    @property
+    def in_flight(self) -> int:
+        """How many jobs can be under way at once."""
 
     def check(self) -> None:
         """Raise ExchangeError if no step can begin now."""
@@ -213,7 +216,8 @@ class LaneRunner:
 
     overlaps = True
 
-    def __init__(self, lanes: Lanes, threads: int = THREADS) -> None:
+    def __init__(self, lanes: Lanes, threads: int | None = None) -> None:
+        """`threads` is the number of jobs in flight; by default as many as the lanes are made for."""
         self.lanes = lanes
         self.meter = Meter()
         self._jobs: queue.SimpleQueue[tuple[int, Job, _Pending] | None] = queue.SimpleQueue()
@@ -225,6 +229,11 @@ class LaneRunner:
         self._most, self._threads = threads, list[threading.Thread]()
         self._unfinished = 0
         self._at_exit = weakref.finalize(self, _leave, self._jobs, self._threads, lanes)
+
+    @property
+    def in_flight(self) -> int:
+        """How many jobs can be under way at once."""
+        return self._most or self.lanes.in_flight
 
     def check(self) -> None:
         """A step can begin at any time; `submit` raises what has gone wrong."""
@@ -294,7 +303,7 @@ class LaneRunner:
         """Start a thread, unless those that exist can take one more job."""
         with self._lock:
             self._unfinished += 1
-            needed = len(self._threads) < min(self._unfinished, self._most)
+            needed = len(self._threads) < min(self._unfinished, self.in_flight)
         if needed:
             thread = threading.Thread(target=self._work, name=f"gradwire-{len(self._threads)}", daemon=True)
             self._threads.append(thread)
