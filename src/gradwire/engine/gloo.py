@@ -26,8 +26,8 @@ one to send: with four jobs and torch's default of two collectives, links are id
 
 FAR_S, FAR_THREADS = 0.02, 64
 """If a message of a few bytes takes longer than FAR_S, FAR_THREADS jobs are in flight: then latency costs a step as
-many round trips as one chunk takes, for up to so many chunks. More would only wait for the bytes of the others. Shorter
-latencies are hidden by eight jobs, which take less memory."""
+many round trips as one chunk takes, for up to so many chunks. On shorter latencies
+it stays at eight, which take less memory."""
 
 SMALL_BYTES = 1 << 18
 """Between two ranks, sums of up to this size are gathered and added by each rank: the same bytes, less waiting."""
