@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 
 import pytest
 import torch
@@ -198,7 +199,15 @@ def test_buckets_must_match_the_compute():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"forward_s": -1.0}, {"ready_s": (2.0, 1.0)}, {"cores": 0}, {"threads": 0}, {"backward_s": float("nan")}]
+    "wrong",
+    [
+        {"forward_s": -1.0},
+        {"ready_s": (2.0, 1.0)},
+        {"cores": 0},
+        {"threads": 0},
+        {"crowd": 0.5},
+        {"backward_s": float("nan")},
+    ],
 )
 def test_bad_compute(wrong):
     with pytest.raises(SpecError, match="compute: "):
@@ -230,3 +239,16 @@ def test_more_ranks_take_longer_on_a_slow_link(spec):
     compute = Compute(forward_s=0.0, ready_s=(0.001, 0.002), backward_s=0.002)
     steps = [predict(exchange(spec), _layouts(), size, Link(1e6, 1e-3), compute).step_s for size in (2, 4, 16)]
     assert steps == sorted(steps)
+
+
+def test_on_crowded_cores_chunks_and_collectives_take_longer_and_the_compute_does_not():
+    """Four ranks on two cores: the compute was measured beside the other ranks, everything else by itself."""
+    compute = Compute(forward_s=1.0, ready_s=(1.0,), backward_s=1.0)
+    trace, free = Trace((Send(0.1, "all_gather", 4, 0.0),), 0.2), Link.parse("100gbit")
+    cpu_cost = {"all_gather": Fit(0.05, math.inf, 1.0)}
+    alone, crowded = (
+        predict_step([[trace]], free, dataclasses.replace(compute, crowd=crowd), cpu_cost).step_s
+        for crowd in (1.0, 2.0)
+    )
+    assert alone == pytest.approx(2.0 + 0.1 + 0.05 + 0.2)
+    assert crowded == pytest.approx(2.0 + 2 * (0.1 + 0.05 + 0.2))
