@@ -115,8 +115,8 @@ def test_text_has_the_measured_first_and_marks_the_pick():
     lines = text.splitlines()
     first = next(at for at, line in enumerate(lines) if line.startswith("hook "))
     assert [line.split()[0] for line in lines[first + 1 : first + 6]] == ["int6", "int8", "bf16", "exact", "int4"]
-    assert lines[first + 2] == ("int8           60.0         60.0     1.67x     2.60  5.0e-03  <- use this")
-    assert lines[first + 5].split()[:6] == ["int4", "50.0", "-", "-", "1.30", "7.0e-02"]
+    assert lines[first + 2] == ("int8      60.0 ±10%         60.0     1.67x     2.60  5.0e-03  <- use this")
+    assert lines[first + 5].split()[:7] == ["int4", "50.0", "±10%", "-", "-", "1.30", "7.0e-02"]
     assert lines[first + 5].endswith("  faster, if it does not hurt")
     assert lines[-1] == '    gradwire.register(ddp_model, "int8")'
     assert max(map(len, lines)) <= 100
