@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gradwire.advisor import Compute, Link, Send, Trace, predict, predict_step, rehearse
-from gradwire.engine.gloo import THREADS
+from gradwire.engine.gloo import FAR_S, FAR_THREADS, THREADS
 from gradwire.errors import SpecError
 from gradwire.exchanges import EXCHANGES, exchange
 from gradwire.exchanges.bucket import Bucket, segments_of
@@ -133,9 +133,20 @@ def test_work_hides_behind_the_wire():
 
 
 def test_latency_of_several_chunks_overlaps():
-    chunks = [_trace((0.0, 0.0))] * THREADS
-    assert predict_step([chunks], Link(1e9, 0.5), ALONE).exposed_s == pytest.approx(0.5)
-    assert predict_step([chunks * 2], Link(1e9, 0.5), ALONE).exposed_s == pytest.approx(1.0)
+    near = Link(1e9, 0.9 * FAR_S)
+    assert _exposed_s(THREADS, near) == pytest.approx(near.latency_s)
+    assert _exposed_s(2 * THREADS, near) == pytest.approx(2 * near.latency_s)
+
+
+def test_on_a_link_with_a_high_latency_more_chunks_are_in_flight():
+    far = Link(1e9, 0.5)
+    assert _exposed_s(FAR_THREADS, far) == pytest.approx(0.5)
+    assert _exposed_s(FAR_THREADS + 1, far) == pytest.approx(1.0)
+    assert _exposed_s(FAR_THREADS, far, at_once=THREADS) == pytest.approx(FAR_THREADS / THREADS * 0.5)
+
+
+def _exposed_s(chunks, link, **how):
+    return predict_step([[_trace((0.0, 0.0))] * chunks], link, ALONE, **how).exposed_s
 
 
 def test_early_buckets_hide_behind_backward():
