@@ -52,3 +52,10 @@ def test_the_goals_decide_how_the_benchmark_ends(tmp_path, capsys, measured_s, m
         predictions.show(Namespace(files=[path]))
     assert bool(ended.value.code) == misses
     assert capsys.readouterr().out.splitlines()[-1].startswith("1 predictions: ")
+
+
+def test_the_model_meets_the_goals_on_the_recorded_measurements(capsys):
+    """As long as nobody changes the cost model, this cannot change: everything is in the file."""
+    with pytest.raises(SystemExit) as ended:
+        predictions.show(Namespace(files=[Path(predictions.__file__).parent / "results" / "predictions.jsonl"]))
+    assert not ended.value.code, capsys.readouterr().out

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from gradwire.tools.measure.cost import Wire
 
 MODEL_ERROR = 0.10
-"""The error of predictions from undisturbed inputs, relative to the measured step."""
+"""The root mean square error of the predictions in benchmarks/results/predictions.md, relative to measured steps."""
 
 StepTime = Callable[[Wire, float], float]
 """Seconds of a step from a wire, and from a factor by which everything takes longer that the step computes."""
@@ -40,7 +40,8 @@ def uncertainty(step_s: StepTime, wire: Wire, wire_spread: float, compute_spread
         compute_spread: How far the time that a step computes may be off, as a part of it.
 
     Returns:
-        0.12 means that the step takes as long as predicted, +-12%.
+        0.12 means that the step takes as long as predicted, +-12%: the standard deviation, so that a third of all steps
+        lies outside.
     """
     expected_s = step_s(wire, 1.0)
     longer_s = step_s(Slower(wire, 1 + wire_spread), 1.0), step_s(wire, 1 + compute_spread)
