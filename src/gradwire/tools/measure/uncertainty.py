@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from gradwire.tools.measure.cost import Wire
 
 MODEL_ERROR = 0.10
-"""The root mean square error of the predictions in benchmarks/results/predictions.md, relative to measured steps."""
+"""The error of predictions, relative to measured steps: its root mean square was 7% on 8 ranks, and more on fewer ranks
+beside other programs (benchmarks/results/predictions.md)."""
 
 StepTime = Callable[[Wire, float], float]
 """Seconds of a step from a wire, and from a factor by which everything takes longer that the step computes."""
