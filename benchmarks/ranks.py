@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
+from gradwire.engine.lanes import slow_link
 from gradwire.testing import spawn_ranks
 
 LATENCY_S = 0.05
@@ -88,12 +89,21 @@ def rank_main(rank: int, size: int, spec: str) -> dict[str, Any]:
 def round_trips(spec: str, buckets: int) -> float:
     """By how many round trips of a slow link a step with so many buckets grows."""
     model = model_of(32, buckets)
+    token = slow_link.set(slow)  # registration measures the latency
     hook = gradwire.register(model, spec)
+    slow_link.reset(token)
+    hook.runner.lanes.hold = None  # type: ignore[attr-defined]
     fast_s = (train(model, 32, 2), train(model, 32, 3))[1]
-    hook.runner.lanes.hold = lambda *_: time.sleep(LATENCY_S) or LATENCY_S  # type: ignore[attr-defined]
+    hook.runner.lanes.hold = slow  # type: ignore[attr-defined]
     slow_s = train(model, 32, 3)
     hook.close()
     return (slow_s - fast_s) / LATENCY_S
+
+
+def slow(*_: object) -> float:
+    """What every collective waits for on the slow link."""
+    time.sleep(LATENCY_S)
+    return LATENCY_S
 
 
 def main() -> None:

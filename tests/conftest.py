@@ -47,7 +47,7 @@ def _pools() -> Iterator[None]:
 @pytest.fixture
 def recorded_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """In rehearsals every piece of work takes 10 us, as on an idle machine, however busy this one is."""
-    monkeypatch.setattr("gradwire.tools.measure.rehearse.seconds", lambda began, ended: 1e-5)
+    monkeypatch.setattr("gradwire.tools.measure.rehearse._worked_s", lambda began, ended: 1e-5)
     monkeypatch.setattr("gradwire.tools.measure.rehearse.COLD_BYTES", 4096)
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import threading
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
+from torch.distributed import HashStore
 
-from gradwire.engine.gloo import THREADS
+from gradwire.engine.gloo import FAR_S, FAR_THREADS, THREADS, jobs_in_flight
+from gradwire.engine.lanes import Lanes, slow_link
 
 from ..kit.models import seeded
 from ..kit.ranks import Ranks, on_ranks
@@ -45,7 +49,7 @@ def test_sockets_threads_and_bytes_follow_their_formulas(ranks: Ranks) -> None:
     hook.reset_stats()
     step(model)
     assert sockets() - before[0] == hook.exchange.lanes * ranks.size
-    assert 0 < workers() - before[1] <= THREADS
+    assert 0 < workers() - before[1] <= hook.runner.in_flight
     share = 2 * (ranks.size - 1) / ranks.size
     values = buckets * WIDTH * WIDTH
     if ranks.spec == "exact":
@@ -75,3 +79,53 @@ def test_the_latencies_of_eight_buckets_overlap(ranks: Ranks) -> None:
     step(model)
     each = 1 if ranks.size == 2 and ranks.spec == "int8" else hook.exchange.lanes
     assert len(passed) == THREADS * each
+
+
+@on_ranks(2, 3, specs=("exact", "int8", "powersgd:rank=1"))
+def test_on_a_link_with_a_high_latency_all_buckets_of_a_step_wait_together(ranks: Ranks) -> None:
+    """Registration measures the latency. So 32 buckets cost as many round trips as one: those of its collectives."""
+    buckets = 4 * THREADS
+    model = ranks.wrap(layers(buckets), bucket_cap_mb=WIDTH * WIDTH * 4 / 2**20)
+    token = slow_link.set(lambda *_: 2 * FAR_S)  # as if it had slept for so long
+    try:
+        hook = ranks.register(model)
+    finally:
+        slow_link.reset(token)
+    assert hook.runner.in_flight == FAR_THREADS
+    step(model)
+    hook.reset_stats()
+    step(model)
+    assert hook.stats().buckets == buckets
+    together, round_trips = threading.Barrier(buckets), []
+
+    def hold(*_: object) -> float:
+        if together.wait(timeout=30) == 0:  # raises unless all of them are in flight
+            round_trips.append(1)
+        return 0.0
+
+    hook.runner.lanes.hold = hold  # type: ignore[attr-defined]
+    step(model)
+    assert len(round_trips) == (1 if ranks.size == 2 and ranks.spec == "int8" else hook.exchange.lanes)
+
+
+class Pair:
+    """A group in which the other rank has seen a message take so long."""
+
+    def __init__(self, other_s: float) -> None:
+        self.other_s = other_s
+
+    def all_gather(self, out: torch.Tensor, tensor: torch.Tensor) -> Pair:
+        out[0], out[1] = tensor[0], self.other_s
+        return self
+
+    def wait(self) -> None:
+        """It is done."""
+
+
+def test_the_shortest_time_of_any_rank_is_the_latency() -> None:
+    """A rank that is late, because its machine is busy, does not make a link slow."""
+    lanes = Lanes(HashStore(), 0, 2, timedelta(seconds=5), "pair")
+    lanes.hold = lambda *_: 2 * FAR_S
+    assert lanes._latency_s(Pair(1e-3)) == pytest.approx(1e-3)
+    assert lanes._latency_s(Pair(3600.0)) >= 2 * FAR_S
+    assert (jobs_in_flight(1e-3), jobs_in_flight(2 * FAR_S)) == (THREADS, FAR_THREADS)

@@ -24,6 +24,11 @@ THREADS = 8
 one to send: with four jobs and torch's default of two collectives, links are idle meanwhile (for a sixth of a step at
 4 hosts and 100 Mbit/s)."""
 
+FAR_S, FAR_THREADS = 0.02, 64
+"""If a message of a few bytes takes longer than FAR_S, FAR_THREADS jobs are in flight: then latency costs a step as
+many round trips as one chunk takes, for up to so many chunks. On shorter latencies
+it stays at eight, which take less memory."""
+
 SMALL_BYTES = 1 << 18
 """Between two ranks, sums of up to this size are gathered and added by each rank: the same bytes, less waiting."""
 
@@ -46,10 +51,16 @@ def way(collective: str, size: int, sent_bytes: float) -> str:
     return collective
 
 
-def new_group(store: Store, rank: int, size: int, timeout: timedelta) -> Gloo:
-    """A gloo group as torch makes it, on the same interfaces, but with more collectives at a time."""
+def jobs_in_flight(latency_s: float) -> int:
+    """How many jobs are in flight if a message of a few bytes to all ranks takes so long."""
+    return FAR_THREADS if latency_s > FAR_S else THREADS
+
+
+def new_group(store: Store, rank: int, size: int, timeout: timedelta, jobs: int = THREADS) -> Gloo:
+    """A gloo group as torch makes it, on the same interfaces, but with more collectives at a time: one of each job."""
     named = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    return Gloo(new_gloo(store, rank, size, named, THREADS if size > 2 else 2, timeout), max(1, len(named)))
+    threads = jobs if size > 2 or jobs > THREADS else 2
+    return Gloo(new_gloo(store, rank, size, named, threads, timeout), max(1, len(named)))
 
 
 class TorchGroup:

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 
 from gradwire._torch import PrefixStore, Store, sparse_parts
-from gradwire.engine.gloo import new_group
+from gradwire.engine.gloo import THREADS, jobs_in_flight, new_group
 from gradwire.errors import ExchangeError
 from gradwire.exchanges.base import Levels
 from gradwire.kernels.memory import empty
@@ -259,6 +259,8 @@ class Lanes:
         """What makes collectives of coming jobs take longer."""
         self._levels: tuple[Lanes, ...] = ()
         self._made: dict[Levels, tuple[Lanes, ...]] = {}
+        self.in_flight = THREADS
+        """How many jobs the lanes are made for. The first one shows the latency, and with it how many are needed."""
         self._breaking = threading.Lock()
         self.error: BaseException | None = None
         """Why this rank has closed its connections."""
@@ -287,11 +289,31 @@ class Lanes:
     def open(self, count: int, next_ticket: int) -> None:
         """Make lanes until there are `count`, which all ranks must ask for; `next_ticket` is the next one let in."""
         while len(self._lanes) < count:
-            lane = Lane(self._connected(PrefixStore(f"lane/{len(self._lanes)}", self._store)))
+            store = PrefixStore(f"lane/{len(self._lanes)}", self._store)
+            lane = Lane(self._connected(store) if self._lanes else self._first(store))
             lane.begin_at(next_ticket)
             self._lanes.append(lane)
 
-    def _connected(self, store: Store) -> Any:
+    def _first(self, store: Store) -> Any:
+        """The group of the first lane: made again, for more jobs, if it shows that the ranks are far apart."""
+        group = self._connected(store, measure=True)
+        if self.in_flight == THREADS:
+            return group
+        return self._connected(PrefixStore("far", store))
+
+    def _latency_s(self, group: Any) -> float:
+        """The shortest time that a message of a few bytes to all ranks has taken on any rank; the same on all ranks."""
+        least, everybody = torch.full((1,), torch.inf), torch.empty(self.size)
+        for _ in range(3):  # the last one tells the others
+            began = time.perf_counter()
+            group.all_gather(everybody, least).wait()
+            taken_s = time.perf_counter() - began
+            if self.hold is not None:
+                taken_s += self.hold("all_gather", self.size, _bytes(least) * (self.size - 1), taken_s)
+            least = least.clamp(max=taken_s)
+        return float(everybody.min())
+
+    def _connected(self, store: Store, *, measure: bool = False) -> Any:
         """A group of all ranks; raises ExchangeError with the ranks that did not come, or have given up already."""
         left = [rank for rank in range(self.size) if self._store.check([f"failed/{rank}"])]
         if left:  # gloo would try to connect to each of them until the time limit
@@ -299,7 +321,10 @@ class Lanes:
             raise ExchangeError(f"rank {self.rank} comes too late: rank {who} did not wait for it, or has failed")
         try:
             store.set(f"here/{self.rank}", "")
-            return new_group(store, self.rank, self.size, self._timeout)
+            group = new_group(store, self.rank, self.size, self._timeout, self.in_flight)
+            if measure and self.size > 1:
+                self.in_flight = jobs_in_flight(self._latency_s(group))
+            return group
         except RuntimeError as error:
             absent: list[int] = []
             with suppress(RuntimeError):  # the store is gone too

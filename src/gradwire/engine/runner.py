@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.futures import Future
 
 from gradwire._torch import is_profiled
-from gradwire.engine.gloo import THREADS
 from gradwire.engine.lanes import Lanes, Traffic, profiled
 from gradwire.engine.leaving import has_left, leave_at_exit
 from gradwire.engine.stats import Stats
@@ -113,6 +112,10 @@ class Runner(Protocol):
     """What the jobs have moved, and how long they took."""
     overlaps: bool
     """Whether jobs overlap with each other, so that a large bucket is worth cutting into several."""
+
+    @property
+    def in_flight(self) -> int:
+        """How many jobs can be under way at once."""
 
     def check(self) -> None:
         """Raise ExchangeError if no step can begin now."""
@@ -210,7 +213,8 @@ class LaneRunner:
 
     overlaps = True
 
-    def __init__(self, lanes: Lanes, threads: int = THREADS) -> None:
+    def __init__(self, lanes: Lanes, threads: int | None = None) -> None:
+        """`threads` is the number of jobs in flight; by default as many as the lanes are made for."""
         self.lanes = lanes
         self.meter = Meter()
         self._jobs: queue.SimpleQueue[tuple[int, Job, _Pending] | None] = queue.SimpleQueue()
@@ -224,6 +228,11 @@ class LaneRunner:
         self.process = os.getpid()
         """The process that has the threads. A fork of it has none."""
         leave_at_exit(self)
+
+    @property
+    def in_flight(self) -> int:
+        """How many jobs can be under way at once."""
+        return self._most or self.lanes.in_flight
 
     def check(self) -> None:
         """A step can begin at any time; `submit` raises what has gone wrong."""
@@ -314,7 +323,7 @@ class LaneRunner:
     def _add_thread(self) -> None:
         """Holding the lock: start a thread, unless those that exist can take one more job."""
         self._unfinished += 1
-        if len(self._threads) < min(self._unfinished, self._most):
+        if len(self._threads) < min(self._unfinished, self.in_flight):
             thread = threading.Thread(target=self._work, name=f"gradwire-{len(self._threads)}", daemon=True)
             self._threads.append(thread)
             thread.start()

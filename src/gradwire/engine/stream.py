@@ -50,6 +50,7 @@ class StreamRunner:
     """Runs jobs on one group, in stream order, without waiting on the host. On a CPU it runs them inline."""
 
     overlaps = False
+    in_flight = 1
     """One stream runs one job after the other."""
 
     def __init__(self, group: Any, device: torch.device) -> None:

@@ -14,6 +14,7 @@ from gradwire.tools.cli.advise import compare_command, to_text
 from gradwire.tools.measure.advise import Advice, Row, advise
 from gradwire.tools.measure.headroom import Headroom
 from gradwire.tools.measure.survey import ROUNDS
+from gradwire.tools.measure.uncertainty import MODEL_ERROR
 from gradwire.tools.records.records import Split
 from gradwire.tools.report.advice import runs_of
 from gradwire.tools.report.page import advice_to_html
@@ -115,12 +116,30 @@ def test_text_has_the_measured_first_and_marks_the_pick():
     lines = text.splitlines()
     first = next(at for at, line in enumerate(lines) if line.startswith("hook "))
     assert [line.split()[0] for line in lines[first + 1 : first + 6]] == ["int6", "int8", "bf16", "exact", "int4"]
-    assert lines[first + 2] == ("int8           60.0         60.0     1.67x     2.60  5.0e-03  <- use this")
-    assert lines[first + 5].split()[:6] == ["int4", "50.0", "-", "-", "1.30", "7.0e-02"]
+    assert lines[first + 2] == ("int8      60.0 ±10%         60.0     1.67x     2.60  5.0e-03  <- use this")
+    assert lines[first + 5].split()[:7] == ["int4", "50.0", "±10%", "-", "-", "1.30", "7.0e-02"]
     assert lines[first + 5].endswith("  faster, if it does not hurt")
     assert lines[-1] == '    gradwire.register(ddp_model, "int8")'
     assert max(map(len, lines)) <= 100
     assert "<-" not in to_text(advice(headroom=FREE))
+
+
+def test_text_json_and_page_say_how_sure_a_prediction_is():
+    found = advice([*ROWS[:-1], replace(ROWS[-1], uncertainty=0.234)])
+    assert "int4      50.0 ±23%" in to_text(found)
+    assert [row["uncertainty"] for row in found.as_dict()["hooks"]] == [MODEL_ERROR] * 4 + [0.234]
+    assert "before anything was measured: int4 50.0 ±23%, int6 59.0 ±10%" in advice_to_html(found)
+
+
+def test_of_a_tie_the_more_exact_hook_is_picked_and_the_reason_says_so():
+    """The steps of both vary by a third: 4% between their medians says nothing."""
+    noisy = [
+        replace(row(hook, ms, error), step_s=tuple(ms / 1e3 * factor for factor in (0.7, 0.85, 1.0, 1.15, 1.3)))
+        for hook, ms, error in (("int8", 62, 5e-3), ("int6", 59, 1.5e-2))
+    ]
+    found = advice([*ROWS[:2], *noisy])
+    assert found.pick == "int8"
+    assert "the smallest of a tie: the 59.0 ms of int6" in found.reason()
 
 
 def test_a_faster_hook_above_the_error_is_named_with_the_command_that_compares_it():

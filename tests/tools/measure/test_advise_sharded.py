@@ -20,6 +20,7 @@ from gradwire.tools.measure import survey_sharded
 from gradwire.tools.measure.advise import Advice, Row, survey_first
 from gradwire.tools.measure.headroom import Headroom, timed
 from gradwire.tools.measure.survey import ROUNDS
+from gradwire.tools.measure.uncertainty import MODEL_ERROR
 from gradwire.tools.report.page import advice_to_html
 
 from ...kit import models
@@ -118,6 +119,7 @@ def test_both_runs_follow_their_plans(ranks: Ranks) -> None:
     assert rows["int8/bf16"]["error"] < 0.02 < rows[LOW]["error"]
     assert rows["exact"]["gather_bytes"] == rows["exact"]["sent_bytes"] / 2 == 4 * found["params"]
     assert min(each["predicted_s"] for each in rows.values()) > 0
+    assert min(each["uncertainty"] for each in rows.values()) >= MODEL_ERROR
     assert rows["int8/bf16"]["split"]["encode_s"] > 0
 
 

@@ -2,12 +2,13 @@
 
 import dataclasses
 import itertools
+import math
 
 import pytest
 import torch
 
 from gradwire.advisor import Compute, Link, Send, Trace, predict, predict_step, rehearse
-from gradwire.engine.gloo import THREADS
+from gradwire.engine.gloo import FAR_S, FAR_THREADS, THREADS
 from gradwire.errors import SpecError
 from gradwire.exchanges import EXCHANGES, exchange
 from gradwire.exchanges.bucket import Bucket, segments_of
@@ -132,9 +133,20 @@ def test_work_hides_behind_the_wire():
 
 
 def test_latency_of_several_chunks_overlaps():
-    chunks = [_trace((0.0, 0.0))] * THREADS
-    assert predict_step([chunks], Link(1e9, 0.5), ALONE).exposed_s == pytest.approx(0.5)
-    assert predict_step([chunks * 2], Link(1e9, 0.5), ALONE).exposed_s == pytest.approx(1.0)
+    near = Link(1e9, 0.9 * FAR_S)
+    assert _exposed_s(THREADS, near) == pytest.approx(near.latency_s)
+    assert _exposed_s(2 * THREADS, near) == pytest.approx(2 * near.latency_s)
+
+
+def test_on_a_link_with_a_high_latency_more_chunks_are_in_flight():
+    far = Link(1e9, 0.5)
+    assert _exposed_s(FAR_THREADS, far) == pytest.approx(0.5)
+    assert _exposed_s(FAR_THREADS + 1, far) == pytest.approx(1.0)
+    assert _exposed_s(FAR_THREADS, far, at_once=THREADS) == pytest.approx(FAR_THREADS / THREADS * 0.5)
+
+
+def _exposed_s(chunks, link, **how):
+    return predict_step([[_trace((0.0, 0.0))] * chunks], link, ALONE, **how).exposed_s
 
 
 def test_early_buckets_hide_behind_backward():
@@ -198,7 +210,15 @@ def test_buckets_must_match_the_compute():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"forward_s": -1.0}, {"ready_s": (2.0, 1.0)}, {"cores": 0}, {"threads": 0}, {"backward_s": float("nan")}]
+    "wrong",
+    [
+        {"forward_s": -1.0},
+        {"ready_s": (2.0, 1.0)},
+        {"cores": 0},
+        {"threads": 0},
+        {"crowd": 0.5},
+        {"backward_s": float("nan")},
+    ],
 )
 def test_bad_compute(wrong):
     with pytest.raises(SpecError, match="compute: "):
@@ -230,3 +250,16 @@ def test_more_ranks_take_longer_on_a_slow_link(spec):
     compute = Compute(forward_s=0.0, ready_s=(0.001, 0.002), backward_s=0.002)
     steps = [predict(exchange(spec), _layouts(), size, Link(1e6, 1e-3), compute).step_s for size in (2, 4, 16)]
     assert steps == sorted(steps)
+
+
+def test_on_crowded_cores_chunks_and_collectives_take_longer_and_the_compute_does_not():
+    """Four ranks on two cores: the compute was measured beside the other ranks, everything else by itself."""
+    compute = Compute(forward_s=1.0, ready_s=(1.0,), backward_s=1.0)
+    trace, free = Trace((Send(0.1, "all_gather", 4, 0.0),), 0.2), Link.parse("100gbit")
+    cpu_cost = {"all_gather": Fit(0.05, math.inf, 1.0)}
+    alone, crowded = (
+        predict_step([[trace]], free, dataclasses.replace(compute, crowd=crowd), cpu_cost).step_s
+        for crowd in (1.0, 2.0)
+    )
+    assert alone == pytest.approx(2.0 + 0.1 + 0.05 + 0.2)
+    assert crowded == pytest.approx(2.0 + 2 * (0.1 + 0.05 + 0.2))

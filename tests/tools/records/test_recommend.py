@@ -43,6 +43,19 @@ def test_a_gain_within_the_spread_does_not_count():
     assert recommend(narrow).hook == "int8"
 
 
+def test_hooks_within_the_uncertainty_of_the_fastest_are_a_tie_and_the_smaller_error_wins():
+    def found(uncertainty):
+        times_ms = {"exact": 200, "bf16": 108, "int8": 104, "int4": 100}
+        return recommend([option(hook, ms, uncertainty=uncertainty) for hook, ms in times_ms.items()])
+
+    assert [found(uncertainty).hook for uncertainty in (0.0, 0.02, 0.03, 0.06)] == ["int4", "int4", "int8", "bf16"]
+    assert found(0.06).reason == (
+        "A step takes 108.0 ms instead of 200.0 ms with exact: it is 1.85x as fast. The error of the averaged gradient "
+        "is 0.001, the smallest of a tie: the 100.0 ms of int4, the fastest, differ from it by less than the "
+        "uncertainty of 8%."
+    )
+
+
 def test_an_excluded_hook_is_named_but_never_recommended():
     fast = option("sign", 50, excluded="loss too high")
     best = recommend([option("exact", 100), option("int8", 80), fast], ceiling=2.5)

@@ -145,7 +145,7 @@ def _text(advice: Advice, compared: Comparison | None, args: argparse.Namespace)
     command = compare_command(advice, args)
     if command is None:
         return to_text(advice, args.report) + ("" if args.compare is None else f"\n\n{_nothing(advice)}")
-    faster = ", ".join(f"{row.hook} (predicted {1e3 * row.predicted_s:.1f} ms)" for row in advice.promising())
+    faster = ", ".join(f"{row.hook} (predicted {_predicted(row)} ms)" for row in advice.promising())
     words = f"Faster, if it does not hurt: {faster}. Find out with"
     return f"{to_text(advice, args.report)}\n\n{textwrap.fill(words, WIDTH)}\n\n    {command}"
 
@@ -213,8 +213,12 @@ def _cells(row: Row, exact: Row, advice: Advice) -> tuple[str, ...]:
         mark = "faster, if it does not hurt" if row in advice.promising() else "error too large"
     elif row.gather_bytes is not None and changes_weights(row.hook):
         mark = mark or "changes the weights"
-    times = f"{1e3 * row.predicted_s:.1f}", measured, speed_up
-    return row.hook, *times, _sent(row), f"{row.error:.1e}", mark
+    return row.hook, _predicted(row), measured, speed_up, _sent(row), f"{row.error:.1e}", mark
+
+
+def _predicted(row: Row) -> str:
+    """In milliseconds, and how far that may be off."""
+    return f"{1e3 * row.predicted_s:.1f} ±{row.uncertainty:.0%}"
 
 
 def _sent(row: Row) -> str:

@@ -36,8 +36,9 @@ from gradwire.tools.launch.supervise import RunFailed
 from gradwire.tools.measure.headroom import STEPS, Headroom, built_in, headroom
 from gradwire.tools.measure.survey import ALWAYS, MOST_STEPS, TYPICAL_STEPS, Survey
 from gradwire.tools.measure.survey_sharded import GATHERS, ShardedSurvey, changes_weights, layouts_of
+from gradwire.tools.measure.uncertainty import MODEL_ERROR
 from gradwire.tools.records.recommend import BASELINE, PAYS, Option, Recommendation, recommend
-from gradwire.tools.records.records import Split, quartiles
+from gradwire.tools.records.records import Split, median_uncertainty, quartiles
 
 _taken: set[str] = set()
 """Folders of the plans whose first model this process has surveyed."""
@@ -55,6 +56,8 @@ class Row:
     """Error of the mean, relative to the mean, on the model's own gradients."""
     sent_bytes: float
     """Per rank and step."""
+    uncertainty: float = MODEL_ERROR
+    """How far `predicted_s` may be off, as a part of it."""
     step_s: tuple[float, ...] = ()
     """The times that `measured_s` is the median of: of every step, the time of the slowest rank."""
     split: Split | None = None
@@ -143,8 +146,16 @@ class Advice:
 
     def _option(self, row: Row) -> Option:
         excluded = f"error above {self.max_error:g}" if row.error > self.max_error else self._gather_text(row)
-        step_s = row.predicted_s if row.measured_s is None else row.measured_s
-        return Option(hook=row.hook, step_s=step_s, error=row.error, quartiles_s=row.quartiles_s, excluded=excluded)
+        if row.measured_s is None:
+            return Option(hook=row.hook, step_s=row.predicted_s, error=row.error, excluded=excluded)
+        return Option(
+            hook=row.hook,
+            step_s=row.measured_s,
+            error=row.error,
+            quartiles_s=row.quartiles_s,
+            uncertainty=median_uncertainty(row.step_s) if row.step_s else 0.0,
+            excluded=excluded,
+        )
 
     def _gather_text(self, row: Row) -> str:
         """Why a hook of a model with `fully_shard` must not be recommended."""
@@ -257,12 +268,15 @@ def _survey(
 def _compute_of(measured: Headroom) -> dict[str, Any]:
     step_s = statistics.median(measured.without_s)
     backward_s = min(measured.backward.backward_s or step_s * 2 / 3, step_s)
-    cores = max((os.cpu_count() or 1) / measured.ranks, 0.5)
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", measured.ranks))
+    cores = (os.cpu_count() or 1) / here
     return {
         "forward_s": step_s - backward_s,
         "came_s": dict(measured.backward.came_s),
         "backward_s": backward_s,
-        "cores": cores,
+        "spread": median_uncertainty(measured.without_s),
+        "cores": max(cores, 1.0),
+        "crowd": max(1 / cores, 1.0) if measured.is_sharded else measured.backward.crowd,
         "timeline": measured.timeline,
         "threads": min(torch.get_num_threads(), max(1, round(cores))),
     }

@@ -33,6 +33,7 @@ from gradwire.exchanges.bucket import Steps
 from gradwire.models.ddp import from_ddp, make_hook
 from gradwire.models.uncopied import Uncopied
 from gradwire.tools.launch.link import EmulatedLink, emulate
+from gradwire.tools.measure.crowd import Crowd
 
 ORDER = (True, False, False, True)
 """Whether a step of a round communicates. A machine that gets slower slows down both kinds equally."""
@@ -51,6 +52,8 @@ class Backward(NamedTuple):
     """When it ended."""
     came_s: Mapping[str, float]
     """When the gradient of each parameter was ready."""
+    crowd: float = 1.0
+    """How many times as long it took because the cores were in use by others (`crowd.py`)."""
 
 
 UNSEEN = Backward(0.0, {})
@@ -90,6 +93,7 @@ class Clock:
         self._came: dict[str, Moment] | None = None
         self._round_passes: list[tuple[Span, dict[str, Moment]]] = []
         self._passes: list[Backward] = []
+        self._crowd = Crowd()
         self._sent: list[weakref.ref[Tensor]] = []
         """The last message to the other ranks. Only the backend holds it."""
         weakref.finalize(self, _wait_for_release, self._sent)
@@ -112,6 +116,8 @@ class Clock:
         """A step begins; `at` is its number if it is timed."""
         self.communicates = at is None or communicates(at)
         self._came = None if self.communicates else {}
+        if not self.communicates:
+            self._crowd.begin()
 
     def _end(self) -> None:
         """A timed step is over."""
@@ -128,6 +134,7 @@ class Clock:
         if model is self._lead and self._came is not None:
             self._round_passes.append(((self._since, now(device)), self._came))
             self._came = None
+            self._crowd.end()
 
     def stopped(self, began: Moment, ended: Moment) -> None:
         """Do not count this part of the step."""
@@ -147,7 +154,8 @@ class Clock:
             del sent
             self._times += latest.tolist()
             passes = sorted(self._passes, key=lambda each: each.backward_s)
-            self._publish(self._times, passes[len(passes) // 2] if passes else UNSEEN)
+            typical = passes[len(passes) // 2] if passes else UNSEEN
+            self._publish(self._times, typical._replace(crowd=self._crowd.factor))
 
 
 def _backward(whole: Span, came: Mapping[str, Moment]) -> Backward:

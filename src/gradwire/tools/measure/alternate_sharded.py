@@ -68,6 +68,11 @@ class Timeline(NamedTuple):
         """From what JSON makes of it."""
         return None if found is None else cls(found[0], tuple(Event(*event) for event in found[1]))
 
+    def slower(self, factor: float) -> Timeline:
+        """The same step, in which everything that it computes takes `factor` times as long."""
+        events = tuple(event._replace(at_s=factor * event.at_s) for event in self.events)
+        return Timeline(factor * self.step_s, events)
+
 
 def typical(steps: Sequence[Timeline]) -> Timeline | None:
     """The medians over the steps in which the same things happen in the same order, which most do."""

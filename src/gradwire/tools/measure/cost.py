@@ -3,7 +3,8 @@
 A rank consists of two shared resources and one that is not shared:
 
     cpu    the backward pass, up to THREADS chunks at work, and the collectives under way, which need CPU time to send,
-           receive and sum; with fewer cores than that, each gets an equal share
+           receive and sum; with fewer cores than that, each gets an equal share. Ranks that share cores are busy at the
+           same time, so all work takes as many times as long as was measured while all of them computed (`crowd`)
     wire   one link; bytes leave in the order in which collectives are issued
     hops   latency, which delays a chunk but does not stop others from sending
 
@@ -26,7 +27,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Protocol
 
-from gradwire.engine.gloo import THREADS, way
+from gradwire.engine.gloo import THREADS, jobs_in_flight, way
 from gradwire.errors import SpecError
 from gradwire.exchanges import Exchange
 from gradwire.tools.measure.compute import Compute
@@ -60,6 +61,8 @@ class Prediction:
     """How much longer the step takes than without communication."""
     handling_s: float = 0.0
     """CPU time of the collectives."""
+    uncertainty: float = 0.0
+    """How far `step_s` may be off, as a part of it, if that was estimated (`uncertainty.py`)."""
 
 
 def predict(
@@ -98,7 +101,7 @@ def predict_step(
     compute: Compute,
     cpu_cost: CpuCost = NO_CPU_COST,
     *,
-    at_once: int = THREADS,
+    at_once: int | None = None,
 ) -> Prediction:
     """Predict the step time from known traces.
 
@@ -107,7 +110,7 @@ def predict_step(
         link: As for `predict`.
         compute: As for `predict`.
         cpu_cost: As for `predict`.
-        at_once: The largest number of chunks that are under way.
+        at_once: The largest number of chunks that are under way; by default what the engine chooses for the latency.
 
     Returns:
         The time of a step and its parts.
@@ -120,7 +123,8 @@ def predict_step(
         raise SpecError(f"compute has times for {len(compute.ready_s)} buckets, but there are {len(buckets)}")
     traces = list(itertools.chain.from_iterable(buckets))
     sends = [send for trace in traces for send in trace.sends]
-    over_s = run_program(_program(buckets, compute, Engine(link, at_once)), compute.cores, compute.threads, cpu_cost)
+    engine = Engine(link, at_once or _at_once(sends, link))
+    over_s = run_program(_program(buckets, compute, engine), compute.cores, compute.threads, cpu_cost, compute.crowd)
     return Prediction(
         step_s=compute.forward_s + over_s + compute.after_s,
         sent_bytes=sum(send.sent_bytes for send in sends),
@@ -140,6 +144,12 @@ def _program(buckets: Sequence[Sequence[Trace]], compute: Compute, engine: Engin
         program += [Work(until_s - done_s), Submit(index, traces, engine)]
         done_s = until_s
     return [*program, Work(compute.backward_s - done_s), *(Wait(index) for index in range(len(buckets)))]
+
+
+def _at_once(sends: Sequence[Send], link: Wire) -> int:
+    """How many chunks the engine keeps under way on this link."""
+    size = max((send.size for send in sends), default=1)
+    return THREADS if size == 1 else jobs_in_flight(link.cost_s("all_gather", size, 0.0)[0])
 
 
 def _cost_s(send: Send, link: Wire) -> tuple[float, float]:
@@ -206,9 +216,15 @@ class Wait:
 Op = Work | Idle | Submit | Wait
 
 
-def run_program(program: Sequence[Op], cores: float, threads: int, cpu_cost: CpuCost = NO_CPU_COST) -> float:
-    """How many seconds a program takes. The thread computes with `threads` threads, and the rank has `cores`."""
-    return _Rank(program, cores, threads, cpu_cost).run()
+def run_program(
+    program: Sequence[Op], cores: float, threads: int, cpu_cost: CpuCost = NO_CPU_COST, crowd: float = 1.0
+) -> float:
+    """How many seconds a program takes. The thread computes with `threads` threads, and the rank has `cores`.
+
+    Chunks and collectives take `crowd` times their work, because other ranks use the same cores. What the program
+    computes was measured beside them, and takes no longer than that.
+    """
+    return _Rank(program, cores, threads, cpu_cost, crowd).run()
 
 
 class _Chunk:
@@ -228,8 +244,9 @@ class _Chunk:
 class _Rank:
     """Simulates the program of one rank, from event to event."""
 
-    def __init__(self, program: Sequence[Op], cores: float, threads: int, cpu_cost: CpuCost) -> None:
+    def __init__(self, program: Sequence[Op], cores: float, threads: int, cpu_cost: CpuCost, crowd: float) -> None:
         self._program, self._cores, self._threads, self._cpu_cost = deque(program), cores, threads, cpu_cost
+        self._crowd = crowd
         self._tickets = itertools.count()
         self._now = 0.0
         self._left: float | None = None
@@ -292,7 +309,7 @@ class _Rank:
             while engine.queued and engine.running < engine.at_once:
                 chunk = engine.queued.popleft()
                 engine.running += 1
-                self._working[chunk] = chunk.work_s
+                self._working[chunk] = self._crowd * chunk.work_s
 
     def _is_over(self, op: Op) -> bool:
         """Whether the first operation is over; one that takes time is begun."""
@@ -335,10 +352,10 @@ class _Rank:
             free_s = max(self._wire_free.get(id(link), 0.0), self._now) + sending_s
             self._wire_free[id(link)] = free_s
             chunk.stage += 1
-            self._handled[chunk] = _cpu_cost_s(send, self._cpu_cost)
+            self._handled[chunk] = self._crowd * _cpu_cost_s(send, self._cpu_cost)
             heapq.heappush(self._wires, (free_s + waiting_s, chunk.ticket, chunk))
 
     def _end_wires(self) -> None:
         while self._wires and self._wires[0][0] <= self._now + 1e-12:
             _, _, chunk = heapq.heappop(self._wires)
-            self._working[chunk] = chunk.work_s + self._handled.pop(chunk, 0.0)
+            self._working[chunk] = self._crowd * chunk.work_s + self._handled.pop(chunk, 0.0)

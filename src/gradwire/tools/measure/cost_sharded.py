@@ -53,10 +53,11 @@ def predict_sharded(
     cores: float = 1.0,
     threads: int = 1,
     cpu_cost: CpuCost = NO_CPU_COST,
+    crowd: float = 1.0,
 ) -> tuple[Prediction, float]:
     """The prediction of a step, and the part of its bytes that parameters take."""
     program = [*_Program(scatters, gathers, replicas).ops(timeline)]
-    step_s = run_program(program, cores, threads, cpu_cost)
+    step_s = run_program(program, cores, threads, cpu_cost, crowd)
     gathered = [event.unit for event in timeline.events if event.what == "gather"]
     reduced = [event.unit for event in timeline.events if event.what.startswith("reduce")]
     used = [(gathers, unit) for unit in gathered]

@@ -17,6 +17,8 @@ class Fit:
     """The rate at which each rank sends beyond that."""
     r_squared: float
     """Goodness of the fit: 1 if all points lie on the line, 0 if it is no better than one time for all sizes."""
+    spread: float = 0.0
+    """How far the points lie from the line, as a part of their time: the root of the mean square."""
 
     def seconds(self, sent_bytes: float) -> float:
         """The time of a collective in which each rank sends this much."""
@@ -37,7 +39,10 @@ def fit(sent_bytes: Sequence[float], times_s: Sequence[float]) -> Fit:
         alpha, slope = 0.0, _through_zero(sent_bytes, times_s, weights)
     if slope <= 0:
         alpha, slope = _mean(times_s, weights), 0.0
-    return Fit(alpha, 1.0 / slope if slope else math.inf, _r_squared(sent_bytes, times_s, weights, alpha, slope))
+    off = [(alpha + slope * sent) / time - 1 for sent, time in zip(sent_bytes, times_s, strict=True)]
+    spread = math.hypot(*off) / math.sqrt(len(off))
+    rate = 1.0 / slope if slope else math.inf
+    return Fit(alpha, rate, _r_squared(sent_bytes, times_s, weights, alpha, slope), spread)
 
 
 def _mean(values: Sequence[float], weights: Sequence[float]) -> float:

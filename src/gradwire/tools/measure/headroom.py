@@ -313,7 +313,7 @@ def _result(plan: RunPlan) -> Headroom | None:
     return Headroom(
         with_s=tuple(time_s for time_s, kind in zip(times, kinds, strict=True) if kind),
         without_s=tuple(time_s for time_s, kind in zip(times, kinds, strict=True) if not kind),
-        backward=Backward(first["backward_s"], first["came_s"]),
+        backward=Backward(first["backward_s"], first["came_s"], first["crowd"]),
         **setting,
     )
 

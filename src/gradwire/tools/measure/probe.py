@@ -12,6 +12,7 @@ import itertools
 import math
 import os
 import socket
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -103,6 +104,11 @@ class Probe:
         found = self.fits.get(way(collective, size, sent_bytes)) or self.fits[collective]
         hops = HOPS[collective]
         return found.alpha_s * hops(size) / hops(self.size), sent_bytes / found.bytes_per_s
+
+    @property
+    def spread(self) -> float:
+        """How far collectives lie from their lines, as a part of their time: the median of all of them."""
+        return statistics.median(found.spread for found in self.fits.values())
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""

@@ -256,6 +256,7 @@ class _DryRunner:
     def __init__(self, size: int, device: torch.device) -> None:
         self.meter = Meter()
         self.overlaps = device.type == "cpu"
+        self.in_flight = 1
         self.traces: list[Trace] = []
         self._size, self._device = size, device
         self._levels: Levels | None = None
@@ -311,26 +312,43 @@ class _DryRunner:
         """There is nothing to close."""
 
 
+_Both = tuple[Moment, float]
+"""A moment, and the CPU time of this process until then."""
+
+
 class _Log:
     """Records what one chunk does."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._sends: list[tuple[Moment, Moment, tuple[str, int, float]]] = []
+        self._sends: list[tuple[_Both, _Both, tuple[str, int, float]]] = []
         self.resume()
 
     def resume(self) -> None:
         """Work continues."""
-        self._since = now(self._device)
+        self._since = self._now()
 
     def add(self, collective: str, size: int, sent_bytes: float) -> None:
         """A collective begins, and work stops."""
-        self._sends.append((self._since, now(self._device), (collective, size, sent_bytes)))
+        self._sends.append((self._since, self._now(), (collective, size, sent_bytes)))
 
     def trace(self) -> Trace:
         """The whole trace. It waits for an accelerator."""
-        rest_s = seconds(self._since, now(self._device))
-        return Trace(tuple(Send(seconds(began, ended), *what) for began, ended, what in self._sends), rest_s)
+        rest_s = _worked_s(self._since, self._now())
+        return Trace(tuple(Send(_worked_s(began, ended), *what) for began, ended, what in self._sends), rest_s)
+
+    def _now(self) -> _Both:
+        return now(self._device), time.process_time()
+
+
+def _worked_s(began: _Both, ended: _Both) -> float:
+    """How long work takes that has a core for each of its threads.
+
+    While ranks that share the cores rehearse too, more time passes than this process computes; with several threads it
+    computes for longer than time passes. An accelerator works by itself, and is not disturbed by other ranks.
+    """
+    passed_s = seconds(began[0], ended[0])
+    return passed_s if isinstance(began[0], torch.Event) else min(passed_s, ended[1] - began[1])
 
 
 class _DryComm(GroupComm):

@@ -16,7 +16,6 @@ import torch
 from gradwire.auto.pilot import TURN_STEPS, WARM_STEPS, Pilot
 from gradwire.auto.settings import Auto
 from gradwire.auto.trial import Trial
-from gradwire.engine.gloo import THREADS
 from gradwire.engine.hook import Hook
 from gradwire.engine.runner import Meter
 from gradwire.engine.stats import Stats
@@ -26,6 +25,7 @@ from gradwire.tools.measure.compute import Compute
 from gradwire.tools.measure.cost import Prediction, Wire, predict_step
 from gradwire.tools.measure.probe import probe
 from gradwire.tools.measure.rehearse import BucketLayout, rehearse
+from gradwire.tools.measure.uncertainty import uncertainty
 
 MEASURED = 4
 """The number of most promising hooks that are measured, besides `exact` and `bf16`."""
@@ -34,8 +34,17 @@ ROUNDS = 4
 TYPICAL_STEPS = WARM_STEPS + 2 + (MEASURED + len(ALWAYS)) * (ROUNDS * TURN_STEPS + 1)
 MOST_STEPS = 2 * TYPICAL_STEPS
 """With feedback: the step after a hook with feedback does not count."""
-UNKNOWN: Mapping[str, Any] = {"forward_s": 0.0, "backward_s": 0.0, "came_s": {}, "cores": 1.0, "threads": 1}
-"""For ranks whose prediction is not used."""
+UNKNOWN: Mapping[str, Any] = {
+    "forward_s": 0.0,
+    "backward_s": 0.0,
+    "came_s": {},
+    "timeline": None,
+    "spread": 0.0,
+    "cores": 1.0,
+    "threads": 1,
+    "crowd": 1.0,
+}
+"""What is not known of the compute, and on ranks whose prediction is not used."""
 
 
 class Survey(Pilot):
@@ -53,7 +62,8 @@ class Survey(Pilot):
     ) -> None:
         """`compute` describes a step without communication, on rank 0; `count` gets the number of steps done."""
         super().__init__(hook, settings)
-        self._compute, self._link, self._publish, self._count = compute, link, publish, count
+        self._compute: Mapping[str, Any] = {**UNKNOWN, **(compute or {})}
+        self._link, self._publish, self._count = link, publish, count
         self._predicted: dict[str, Prediction] = {}
         self._meters: dict[str, Meter] = {}
         """What the counted steps of each hook have done. On an accelerator their times come later."""
@@ -86,20 +96,21 @@ class Survey(Pilot):
         layouts = [hook.layouts[index] for index in sorted(hook.layouts)]
         probed = probe(hook, pairs=False)
         wire: Wire = Link.parse(self._link) if self._link else probed
-        compute, at_once = _compute(self._compute or UNKNOWN, layouts), THREADS
-        if not hook.runner.overlaps:  # the backward pass and the hook have a stream each, and the hook runs in order
-            compute, at_once = replace(compute, cores=2.0, threads=1), 1
-        found = {
-            spec: predict_step(
-                rehearse(exchange(spec), layouts, hook.size, device=hook.device),
-                wire,
-                compute,
-                probed.cpu_cost,
-                at_once=at_once,
-            )
-            for spec in self._names
-        }
-        return self._of_first(found)
+        compute = _compute(self._compute, layouts)
+        if not hook.runner.overlaps:  # the backward pass and the hook have a stream each
+            compute = replace(compute, cores=2.0, threads=1, crowd=1.0)
+        spreads = 0.0 if self._link else probed.spread, self._compute["spread"]
+
+        def predicted(spec: str) -> Prediction:
+            traces = rehearse(exchange(spec), layouts, hook.size, device=hook.device)
+
+            def on(wire: Wire, slower: float = 1.0) -> Prediction:
+                at_once = hook.runner.in_flight
+                return predict_step(traces, wire, compute.slower(slower), probed.cpu_cost, at_once=at_once)
+
+            return replace(on(wire), uncertainty=uncertainty(lambda *how: on(*how).step_s, wire, *spreads))
+
+        return self._of_first({spec: predicted(spec) for spec in self._names})
 
     def _of_first(self, found: Mapping[str, Prediction]) -> dict[str, Prediction]:
         """The predictions with the step times of rank 0."""
@@ -134,6 +145,7 @@ class Survey(Pilot):
             {
                 "hook": spec,
                 "predicted_s": self._predicted[spec].step_s,
+                "uncertainty": self._predicted[spec].uncertainty,
                 "measured_s": medians.get(spec),
                 "error": self._errors[spec],
                 "sent_bytes": self._predicted[spec].sent_bytes,
@@ -172,4 +184,5 @@ def _compute(found: Mapping[str, Any], layouts: Sequence[BucketLayout]) -> Compu
         backward_s=backward_s,
         cores=found["cores"],
         threads=found["threads"],
+        crowd=found["crowd"],
     )

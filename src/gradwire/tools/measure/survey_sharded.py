@@ -23,6 +23,7 @@ from gradwire.tools.measure.cost_sharded import Direction, predict_sharded
 from gradwire.tools.measure.probe import probe
 from gradwire.tools.measure.rehearse import UnitLayout, rehearse_gather, rehearse_scatter
 from gradwire.tools.measure.survey import MEASURED, Survey
+from gradwire.tools.measure.uncertainty import uncertainty
 
 SAFE = ("exact", "bf16", "fp16")
 """Gathers that may be recommended. With fewer bits the model computes with other parameters."""
@@ -59,24 +60,29 @@ class ShardedSurvey(Paired, Survey):
         return [*safe[:MEASURED], *[name for name in fastest if changes_weights(name)][:1], *ALWAYS]
 
     def _predict_all(self) -> dict[str, Prediction]:
-        hook, given = self._hook, self._compute or {"timeline": None, "cores": 1.0, "threads": 1}
+        hook, given = self._hook, self._compute
         probed = probe(hook, pairs=False)
         wire: Wire = Link.parse(self._link) if self._link else probed
         split = {name: split_pair(name) for name in self._names}
         scatters = {spec: rehearse_scatter(exchange(spec), self._units, hook.size) for spec, _ in split.values()}
         gathers = {gather: rehearse_gather(exchange(gather), self._units, hook.size) for _, gather in split.values()}
-        found = {}
-        for name, (spec, gather) in split.items():
+        timeline = Timeline.from_json(given["timeline"]) or NO_STEP
+        shares: dict[str, Any] = {name: given[name] for name in ("cores", "threads", "crowd")}
+        spreads = 0.0 if self._link else probed.spread, given["spread"]
+
+        def predicted(name: str) -> Prediction:
+            spec, gather = split[name]
             plain = [not isinstance(exchange(each), Coded) for each in (spec, gather)]
-            found[name], self._parameters[name] = predict_sharded(
-                Timeline.from_json(given["timeline"]) or NO_STEP,
-                Direction(scatters[spec], Engine(wire), blocks=plain[0], measured=plain[0]),
-                Direction(gathers[gather], Engine(wire), blocks=plain[1], measured=plain[1]),
-                cores=given["cores"],
-                threads=given["threads"],
-                cpu_cost=probed.cpu_cost,
-            )
-        return self._of_first(found)
+
+            def on(wire: Wire, slower: float = 1.0) -> tuple[Prediction, float]:
+                scatter = Direction(scatters[spec], Engine(wire), blocks=plain[0], measured=plain[0])
+                gathered = Direction(gathers[gather], Engine(wire), blocks=plain[1], measured=plain[1])
+                return predict_sharded(timeline.slower(slower), scatter, gathered, cpu_cost=probed.cpu_cost, **shares)
+
+            made, self._parameters[name] = on(wire)
+            return replace(made, uncertainty=uncertainty(lambda *how: on(*how)[0].step_s, wire, *spreads))
+
+        return self._of_first({name: predicted(name) for name in self._names})
 
     def _take_turns(self, trial: Trial) -> None:
         if self._counts:

@@ -6,10 +6,11 @@ The rule, in order:
 1. Without communication a step must be at least 10% shorter: otherwise no hook pays.
 2. A hook pays if it makes a step at least 1.10x as fast as the baseline. Where the quartiles of the step times are
    known, the middle half of its steps must also lie below the middle half of the baseline's steps.
-3. Of the admissible hooks that pay, those within 3% of the fastest count as equally fast, and the one with the smallest
-   error is recommended.
+3. Of the admissible hooks that pay, those within 3% of the fastest count as equally fast. So do those whose times
+   differ from it by less than both are known to: they are a tie. The one with the smallest error is recommended.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -37,6 +38,8 @@ class Option:
     """Error of the averaged gradient, relative to the exact average. The smaller one wins among equally fast hooks."""
     quartiles_s: tuple[float, float] | None = None
     """Lower and upper quartile of the step times; None if the time was predicted."""
+    uncertainty: float = 0.0
+    """How far the step time may be off, as a part of it: 0.05 is +-5%. 0 if that is not known."""
     excluded: str = ""
     """Why this hook must not be recommended, to stand in brackets after its name, such as `loss too high`. Empty: it is
     admissible."""
@@ -90,9 +93,10 @@ def recommend(options: Sequence[Option], *, ceiling: float | None = None) -> Rec
     admissible = [option for option in faster if not option.excluded]
     if not admissible:
         return Recommendation(None, "Do not compress", _why_none(options, exact, ceiling))
-    fastest_s = min(option.step_s for option in admissible)
-    best = min((option for option in admissible if option.step_s <= NEAR * fastest_s), key=lambda option: option.error)
-    return Recommendation(best.hook, f"Use {best.hook}", _why(best, exact, ceiling) + _passed_over(faster, best))
+    fastest = min(admissible, key=lambda option: option.step_s)
+    best = min((option for option in admissible if _is_tie(option, fastest)), key=lambda option: option.error)
+    reason = _why(best, exact, ceiling) + _chosen_by(best, fastest) + _passed_over(faster, best)
+    return Recommendation(best.hook, f"Use {best.hook}", reason)
 
 
 def _refuse(exact: Option, ceiling: float) -> Recommendation | None:
@@ -125,12 +129,31 @@ def _pays(option: Option, exact: Option) -> bool:
     return option.quartiles_s[1] < exact.quartiles_s[0]
 
 
+def _is_tie(option: Option, fastest: Option) -> bool:
+    """Rule 3: whether a hook counts as fast as the fastest one."""
+    return option.step_s <= fastest.step_s * max(NEAR, 1 + _margin(option, fastest))
+
+
+def _margin(option: Option, other: Option) -> float:
+    """The difference of two times, as a part of them, that may be due to their uncertainty."""
+    return math.hypot(option.uncertainty, other.uncertainty)
+
+
 def _why(best: Option, exact: Option, ceiling: float | None) -> str:
     limit = "" if ceiling is None else f", and no hook can make it more than {ceiling:.2f}x as fast"
     return (
         f"A step takes {_ms(best.step_s)} instead of {_ms(exact.step_s)} with {BASELINE}: it is "
         f"{exact.step_s / best.step_s:.2f}x as fast{limit}. The error of the averaged gradient is {best.error:.2g}, "
-        f"the smallest among the hooks within {NEAR - 1:.0%} of the fastest."
+    )
+
+
+def _chosen_by(best: Option, fastest: Option) -> str:
+    """Why the recommended hook won: it goes on with the error that `_why` ends with."""
+    if best.step_s <= NEAR * fastest.step_s:
+        return f"the smallest among the hooks within {NEAR - 1:.0%} of the fastest."
+    return (
+        f"the smallest of a tie: the {_ms(fastest.step_s)} of {fastest.hook}, the fastest, differ from it by less than "
+        f"the uncertainty of {_margin(best, fastest):.0%}."
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import statistics
@@ -220,6 +221,16 @@ def quartiles(values: Sequence[float]) -> tuple[float, float]:
     """The lower and the upper quartile."""
     low, _, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
     return low, high
+
+
+def median_uncertainty(values: Sequence[float]) -> float:
+    """The standard error of the median, relative to it; 0 for a single value.
+
+    It is estimated from the quartiles, so that a few disturbed steps do not matter: for normal values half their
+    distance is 0.67 standard deviations, and the median varies 1.25 times as much as the mean.
+    """
+    low, high = quartiles(values)
+    return 1.25 * (high - low) / 1.35 / math.sqrt(len(values)) / statistics.median(values)
 
 
 def conditions(settings: Settings, origin: Origin) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from gradwire.tools.launch.link import Link
 from gradwire.tools.measure import advise as measured
 from gradwire.tools.records.recommend import BASELINE, Option, Recommendation, recommend
-from gradwire.tools.records.records import NO_LINK, PLAIN, Cell, Origin, Record, Run, Settings
+from gradwire.tools.records.records import NO_LINK, PLAIN, Cell, Origin, Record, Run, Settings, median_uncertainty
 from gradwire.tools.report.summary import Group, Row
 
 SAME_LOSS = 0.02
@@ -46,6 +46,7 @@ def _option(row: Row, exact: Row) -> Option:
         step_s=record.median_s,
         error=record.gradient_error,
         quartiles_s=record.quartiles_s,
+        uncertainty=median_uncertainty(record.step_s),
         excluded="" if row.hook == BASELINE else _excluded(record, exact.record),
     )
 
@@ -72,12 +73,22 @@ class Finding:
     """Step time with communication."""
     exposed_s: float
     """The part of it that communication adds."""
+    predictions: str
+    """The predicted step times of all hooks."""
 
 
 def finding(advice: measured.Advice, lead: str) -> Finding:
     """The recommendation and the headroom, for a page that opens with `lead`."""
     step_s, exposed_s = statistics.median(advice.headroom.with_s), max(advice.headroom.exposed_s, 0.0)
-    return Finding(advice=advice.recommendation, lead=lead, step_s=step_s, exposed_s=exposed_s)
+    return Finding(
+        advice=advice.recommendation, lead=lead, step_s=step_s, exposed_s=exposed_s, predictions=_predictions(advice)
+    )
+
+
+def _predictions(advice: measured.Advice) -> str:
+    rows = sorted(advice.rows, key=lambda row: row.predicted_s)
+    times = (f"{row.hook} {1e3 * row.predicted_s:.1f} ±{row.uncertainty:.0%}" for row in rows)
+    return f"Predicted step times in ms, before anything was measured: {', '.join(times)}"
 
 
 def runs_of(advice: measured.Advice) -> list[Run]:

@@ -97,7 +97,7 @@ def _group(index: int, group: Group, result: Finding | None) -> dict[str, Any]:
             }
             for row in group.rows
         ],
-        "notes": notes(group),
+        "notes": notes(group) + ([] if result is None else [result.predictions]),
     }
 
 
