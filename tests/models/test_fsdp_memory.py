@@ -127,7 +127,7 @@ def scatter_bound(hook: ShardedHook, coded: Any, reduced: torch.dtype, result: t
     for job in jobs:
         sent = max(job.wires, WIDE * job.tensor if result.itemsize < WIDE else 0)
         received = max(job.wires, WIDE * job.tensor if widens else 0)
-        work = WIDE * hook.size * job.row if coded.takes_residual else 0
+        work = WIDE * hook.size * (job.row + 1) if coded.takes_residual else 0  # and whether each sum is finite
         if coded.takes_residual and result.itemsize < WIDE:
             work += WIDE * job.tensor
         each.append(sent + received + work)

@@ -70,14 +70,14 @@ def _clean(name: str) -> str:
     return plain_name(name).replace("_checkpoint_wrapped_module.", "")
 
 
-def check_units(units: Sequence[Unit]) -> None:
-    """Raise RegisterError unless all units can use one hook."""
+def check_units(units: Sequence[Unit], *, native: bool = False) -> None:
+    """Raise RegisterError unless all units can use one hook. `native`: their mesh may be FSDP2's own HSDP."""
     if not dist.is_initialized():
         raise RegisterError("there is no process group: call torch.distributed.init_process_group() before registering")
     if not units:
         raise RegisterError("no module with fully_shard has parameters: there is nothing to communicate")
     for unit in units:
-        _check_unit(unit)
+        _check_unit(unit, native)
     if any(set(_ranks(unit)) != set(_ranks(units[0])) for unit in units):
         raise RegisterError(
             "the modules of this model are sharded over different ranks; register each part by itself, as in "
@@ -94,14 +94,14 @@ def _ranks(unit: Unit) -> list[int]:
     return dist.get_process_group_ranks(unit.shard_group)
 
 
-def _check_unit(unit: Unit) -> None:
+def _check_unit(unit: Unit, native: bool) -> None:
     first = unit.names[0]
-    if unit.mesh_kind == "HSDPMeshInfo":
+    if unit.mesh_kind == "HSDPMeshInfo" and not native:
         raise RegisterError(
             f"the module of {first!r} was sharded with a 2-D mesh (HSDP), whose all-reduce across replicas is fixed in "
             f"FSDP2; {HSDP}"
         )
-    if unit.mesh_kind != "FSDPMeshInfo":
+    if unit.mesh_kind not in ("FSDPMeshInfo", "HSDPMeshInfo"):
         raise RegisterError(
             f"the module of {first!r} uses replicate(), whose all-reduce is fixed in FSDP2; call fully_shard on a mesh "
             f"of 1-rank shards instead: {HSDP}"
