@@ -159,7 +159,7 @@ def test_the_advice_for_replicas_is_the_helper_that_builds_them() -> None:
     first = next(at for at, line in enumerate(lines) if line.startswith("replicas"))
     assert "MB across" in lines[first]
     assert lines[first + 1].endswith("<- use this")
-    assert "powersgd" in lines[first + 3]
+    assert "powersgd" in lines[first + 4]
     assert advice_to_html(found)
 
 
