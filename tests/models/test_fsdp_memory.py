@@ -22,7 +22,7 @@ from gradwire.models.fsdp import MOST_PENDING
 
 from ..kit.models import Deep, batch, seeded
 from ..kit.ranks import Ranks, on_ranks
-from ..kit.sharded import mesh_of, shard
+from ..kit.sharded import HeldComm, mesh_of, shard
 from ..kit.versions import sharded_models
 
 pytestmark = sharded_models
@@ -127,7 +127,7 @@ def scatter_bound(hook: ShardedHook, coded: Any, reduced: torch.dtype, result: t
     for job in jobs:
         sent = max(job.wires, WIDE * job.tensor if result.itemsize < WIDE else 0)
         received = max(job.wires, WIDE * job.tensor if widens else 0)
-        work = WIDE * hook.size * (job.row + 1) if coded.takes_residual else 0  # and whether each sum is finite
+        work = WIDE * hook.size * (job.row + 2) if coded.takes_residual else 0  # and whether sums are finite
         if coded.takes_residual and result.itemsize < WIDE:
             work += WIDE * job.tensor
         each.append(sent + received + work)
@@ -142,22 +142,6 @@ def gather_bound(hook: ShardedHook, coded: Any, gathered: torch.dtype) -> int:
     return min(THREADS, len(jobs)) * max(each)
 
 
-class Held:
-    """The collectives of a job, which goes on when enough later ones have received what they need."""
-
-    def __init__(self, comm: Any, here: threading.Event, there: threading.Event) -> None:
-        self._comm, self._here, self._there = comm, here, there
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._comm, name)
-
-    def all_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
-        arrived: torch.Tensor = self._comm.all_to_all(tensor)
-        self._here.set()
-        self._there.wait(30.0)
-        return arrived
-
-
 def hold_back(hook: ShardedHook, chunks: int) -> Allocations:
     """Let as many reductions as possible be under way at once. What all of them allocate."""
     make, allocated = hook.scatter_jobs, Allocations()
@@ -165,8 +149,9 @@ def hold_back(hook: ShardedHook, chunks: int) -> Allocations:
     numbers = iter(range(LAYERS * chunks))
 
     def held(number: int, job: Any, comm: Any) -> None:
+        last = arrived[min(number + at_once, LAYERS * chunks) - 1]
         with allocated:
-            job(Held(comm, arrived[number], arrived[min(number + at_once, LAYERS * chunks) - 1]))
+            job(HeldComm(comm, lambda: (arrived[number].set(), last.wait(30.0))))
 
     hook.scatter_jobs = lambda *args: [partial(held, next(numbers), job) for job in make(*args)]  # type: ignore[method-assign]
     return allocated

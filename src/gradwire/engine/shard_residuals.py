@@ -71,13 +71,11 @@ class ShardResiduals:
         return values
 
     def put(self, segments: Sequence[Segment], values: Tensor, finite: Tensor | None = None) -> None:
-        """Keep new values for some pieces; `finite`: only if this is true."""
-        if finite is None:
-            pass
-        elif values.device.type != "cpu":  # where the host must not wait for the answer
+        """Keep new values for some pieces, or if `finite` is false, the old ones."""
+        if finite is not None and values.device.type != "cpu":  # where the host must not wait for the answer
             values = torch.where(finite, values, self.take(segments))
-        elif not finite:
-            return
+        elif finite is not None and not finite:
+            values = self.take(segments)
         for segment, new in zip(segments, values.split([segment.numel for segment in segments], 1), strict=True):
             if segment.name in self._wires:
                 wires = [self._codec.encode(row.contiguous()).clone() for row in new]

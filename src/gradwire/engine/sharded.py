@@ -146,9 +146,10 @@ class ShardedHook(Hook):
 
     def wait_encoded(self) -> None:
         """Wait until the gradients that were given to `scatter` last are no longer needed."""
-        message, self._message = self._message, None
+        message, self._message, began = self._message, None, time.perf_counter()
         if message is not None and self._last is not None:
             message.wait(self._last)
+            self._blocked_s["gradients"] += time.perf_counter() - began
 
     def scatter_jobs(self, bucket: Bucket, rows: Tensor, alpha: float, store: ShardResiduals) -> list[Job]:
         """What reduce-scatters a message: one job per chunk of columns."""

@@ -75,7 +75,7 @@ class Scratch:
     def _instead(self, nbytes: int) -> Tensor:
         """A new block in place of one that does not fit: a job never holds more than it or the last one needs."""
         if self._free:
-            dropped = min(self._free, key=Tensor.numel)
+            dropped = max(self._free, key=Tensor.numel)
             self._free = [other for other in self._free if other is not dropped]
             self._usage.add(-dropped.numel())
         return self._new(nbytes)

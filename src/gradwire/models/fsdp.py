@@ -228,7 +228,7 @@ class _Slot:
         FSDP2 keeps the gradients of the unit before until now, and then cuts those of this one into rows. So nothing is
         held twice if those before are encoded by now.
         """
-        self._hook.blocked("gradients", self._hook.wait_encoded)
+        self._hook.wait_encoded()
         if self._unit.reduces and (names := self._unit.with_gradient()):
             self._names = names
             self._backward.begin(self._index)
