@@ -15,7 +15,7 @@ import torch.distributed as dist
 import gradwire
 from gradwire.auto.pilot import TURN_STEPS
 from gradwire.tools.cli import main
-from gradwire.tools.cli.advise import to_text
+from gradwire.tools.cli.advise import compare_command, to_text
 from gradwire.tools.launch.plan import RunPlan
 from gradwire.tools.measure import survey_replicas, survey_sharded
 from gradwire.tools.measure.advise import Advice, Row, _replica_settings, survey_first
@@ -77,6 +77,16 @@ def test_the_table_has_the_bytes_of_both_directions() -> None:
     page = advice_to_html(advice())
     assert "sends what plain FSDP2 sends" in page
     assert "gather=&#34;bf16&#34;" in page
+
+
+def test_pairs_that_may_hurt_come_with_a_comparison_that_takes_them() -> None:
+    faster = replace(ROWS[3], predicted_s=0.02)
+    found = advice((*ROWS[:3], faster, ROWS[4]))
+    assert [each.hook for each in found.promising()] == ["int8/int8"]
+    args = {"compare_steps": 300, "link": None, "nproc": 2, "module": False, "script": "train.py", "args": []}
+    command = compare_command(found, SimpleNamespace(**args))  # type: ignore[arg-type]
+    assert command == "gradwire compare --hooks exact int8/bf16 int8/int8 --steps 300 --nproc 2 train.py"
+    assert advice((*ROWS[:3], faster), any_gather=True).promising() == []
 
 
 SCRIPT = """

@@ -128,14 +128,15 @@ class Advice:
         return {**answer, **limits, "headroom": self.headroom.as_dict(), "hooks": rows}
 
     def promising(self, most: int = 3) -> list[Row]:
-        """The hooks with an error above `max_error` that are predicted to beat the pick, the fastest ones first.
+        """The hooks that are predicted to beat the pick but are excluded, the fastest ones first.
 
-        Whether they harm the training only a comparison can tell, and that takes no pairs of hooks yet.
+        Their error is above `max_error`, or they change the weights that the model computes with. Whether they harm the
+        training only a comparison can tell, and that takes no replicas.
         """
-        if not self.headroom.is_network_bound or self.headroom.is_sharded:
+        if not self.headroom.is_network_bound or self.headroom.is_replicated:
             return []
         limit_s = next(row for row in self.rows if row.hook == self.pick).predicted_s / PAYS
-        above = [row for row in self.rows if row.error > self.max_error and row.predicted_s <= limit_s]
+        above = [row for row in self.rows if self._option(row).excluded and row.predicted_s <= limit_s]
         return sorted(above, key=lambda row: row.predicted_s)[:most]
 
     def _option(self, row: Row) -> Option:
