@@ -1,6 +1,6 @@
 """Checks before a model with `fully_shard` gets a hook: what cannot carry one is refused, with the reason."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -167,6 +167,30 @@ def check_mesh(mesh: Any) -> None:
     """Raise SpecError unless `mesh` has a dimension of replicas and one of shards."""
     if not hasattr(mesh, "get_group") or mesh.ndim != 2:
         raise SpecError(f"mesh must be a 2-D DeviceMesh of (replicas, shards), got {mesh!r}")
+
+
+def checked_parts(model: Any, units: Any) -> list[nn.Module]:
+    """`units` as a list. SpecError unless they are different modules inside a model that is not sharded yet."""
+    if not isinstance(model, nn.Module):
+        raise SpecError(f"hsdp() takes a torch.nn.Module, got {type(model).__name__}")
+    if is_sharded(model):
+        raise RegisterError(
+            "a part of this model is sharded already; gradwire.hsdp calls fully_shard by itself, so leave that out, or "
+            "call gradwire.register(model, spec, replicas=..., mesh=mesh) instead"
+        )
+    if isinstance(units, str) or not isinstance(units, Iterable):
+        raise SpecError(f"units must be a list of modules, such as model.layers, got {_short(units)}")
+    parts, inside = list(units), {id(module) for module in model.modules()} - {id(model)}
+    for at, part in enumerate(parts):
+        if not isinstance(part, nn.Module) or id(part) not in inside:
+            raise SpecError(f"units must be modules inside the model, but number {at} is {_short(part)}")
+        if any(part is other for other in parts[:at]):
+            raise SpecError(f"units must be different modules, but number {at} is there twice: {_short(part)}")
+    return parts
+
+
+def _short(value: Any) -> str:
+    return f"a {type(value).__name__}" if isinstance(value, nn.Module) else repr(value)
 
 
 def replica_group(units: Sequence[Unit], mesh: Any, replicas: Exchange | None) -> dist.ProcessGroup | None:
