@@ -5,11 +5,11 @@
 `<checkout>` is a clone of PyTorch at the version that is installed. Only its `test/distributed/_composable/fsdp` is
 read, and nothing is copied. Their requirements (expecttest, hypothesis) can be in another folder, `--tools`.
 
-The tests are made for GPUs. Here they get two ranks on gloo, and decorators that ask for GPUs let them through. So many
-fail or are skipped with plain torch: those that need streams, NCCL or more ranks. What counts is that one that passes
-with plain torch also passes when every model with `fully_shard` is given `gradwire.register(model, "exact")` before its
-first forward pass. Where that refuses a model, as for a native 2-D mesh, the test runs as it is, and is counted as
-refused.
+The tests are made for GPUs. Here they get two ranks on gloo (or `--ranks`), and decorators that ask for GPUs let them
+through. So many fail or are skipped with plain torch: those that need streams, NCCL or more ranks. What counts is that
+one that passes with plain torch also passes when every model with `fully_shard` is given `gradwire.register(model,
+"exact")` before its first forward pass. Where that refuses a model, as for a native 2-D mesh, the test runs as it is,
+and is counted as refused.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path("test", "distributed", "_composable", "fsdp")
-RANKS = 2
 TIMEOUT_S = 300
+RANKS = "GRADWIRE_FSDP_TESTS_RANKS"
+"""The environment variable with the number of ranks that a test may have."""
 RESULTS = "GRADWIRE_FSDP_TESTS"
 """The environment variable with the file that takes the results, a line of JSON each."""
 REGISTERS = "GRADWIRE_FSDP_TESTS_REGISTER"
@@ -56,6 +57,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("checkout", type=Path)
     parser.add_argument("--files", nargs="+", help="names of files in the folder, all by default")
     parser.add_argument("--tools", type=Path, help="a folder with expecttest and hypothesis")
+    parser.add_argument("--ranks", type=int, default=2, help="how many a test may have at most")
     parser.add_argument("--match", default="", help="pytest's -k")
     parser.add_argument("--work", type=Path, default=Path(".pytorch_fsdp_tests"), help="where results are kept")
     return parser.parse_args()
@@ -67,7 +69,8 @@ def run(args: argparse.Namespace, name: str, registers: bool) -> dict[str, str]:
     results = (args.work / f"{name}.{'ours' if registers else 'plain'}.jsonl").resolve()
     results.unlink(missing_ok=True)
     path = [str(Path(__file__).parent.resolve()), str(args.tools or ""), os.environ.get("PYTHONPATH", "")]
-    env = {**os.environ, RESULTS: str(results), "OMP_NUM_THREADS": "1", "PYTHONPATH": ":".join(filter(None, path))}
+    env = {**os.environ, RESULTS: str(results), RANKS: str(args.ranks), "OMP_NUM_THREADS": "1"}
+    env["PYTHONPATH"] = ":".join(filter(None, path))
     if registers:
         env[REGISTERS] = "1"
     command = [
@@ -127,10 +130,11 @@ def pytest_configure(config: Any) -> None:
 
     common_distributed.skip_if_lt_x_gpu = let_through
     common_distributed.MultiProcessTestCase._spawn_processes = _fork_processes  # type: ignore[method-assign]
-    common_fsdp.DEVICE_COUNT = RANKS  # type: ignore[misc]
-    common_fsdp.FSDPTestContinuous.world_size = RANKS
+    ranks = int(os.environ[RANKS])
+    common_fsdp.DEVICE_COUNT = ranks
+    common_fsdp.FSDPTestContinuous.world_size = ranks
     torch.multiprocessing.set_start_method = let_through  # they ask for "spawn", which would undo all this
-    torch.accelerator.device_count = torch.cpu.device_count = lambda: RANKS
+    torch.accelerator.device_count = torch.cpu.device_count = lambda: ranks
     _drop_device_ids(torch.distributed, "barrier")
     _drop_device_ids(torch.nn.parallel.DistributedDataParallel, "__init__")
     if REGISTERS in os.environ:

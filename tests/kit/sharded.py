@@ -80,3 +80,19 @@ def error(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
 def same(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
     """Whether two sets of tensors are equal, bit for bit."""
     return got.keys() == wanted.keys() and all(torch.equal(got[name], wanted[name]) for name in wanted)
+
+
+class HeldComm:
+    """The collectives of a job; `arrived` is called once it has sent its encoded gradients and has those of others."""
+
+    def __init__(self, comm: Any, arrived: Callable[[], object]) -> None:
+        self._comm, self._arrived = comm, arrived
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._comm, name)
+
+    def all_to_all(self, tensor: Tensor) -> Tensor:
+        """As the collective itself."""
+        result: Tensor = self._comm.all_to_all(tensor)
+        self._arrived()
+        return result

@@ -19,7 +19,7 @@ from gradwire.engine.sharded import ShardedHook
 from ..kit import models
 from ..kit.models import batch, seeded
 from ..kit.ranks import Ranks, on_ranks
-from ..kit.sharded import backward, error, gradients, mesh_2d, mesh_of, same, shard, train, units, weights
+from ..kit.sharded import HeldComm, backward, error, gradients, mesh_2d, mesh_of, same, shard, train, units, weights
 from ..kit.trial import raised
 from ..kit.versions import sharded_models
 
@@ -402,8 +402,7 @@ def test_a_reduction_is_waited_for_at_the_end_of_backward_unless_somebody_reads_
     reached, jobs, in_time = threading.Event(), hook.scatter_jobs, list[bool]()
 
     def held(job: Any, comm: Any) -> None:
-        in_time.append(reached.wait(30.0))  # until the backward pass has come to the first layer
-        job(comm)
+        job(HeldComm(comm, lambda: in_time.append(reached.wait(30.0))))  # until backward has come to the first layer
 
     hook.scatter_jobs = lambda *args: [partial(held, job) for job in jobs(*args)]  # type: ignore[method-assign]
 

@@ -16,7 +16,7 @@ from gradwire.models import sharded_checks
 from ..kit import models
 from ..kit.models import seeded
 from ..kit.ranks import Ranks, on_ranks
-from ..kit.sharded import mesh_2d, mesh_of, shard, train
+from ..kit.sharded import mesh_2d, mesh_of, shard, train, units
 from ..kit.trial import raised
 from ..kit.versions import sharded_models
 
@@ -123,7 +123,7 @@ def test_specs_and_arguments_that_do_not_fit_are_refused(ranks: Ranks) -> None:
     assert "cannot reduce-scatter" in refusal(model, "powersgd", SpecError)
     assert "cannot reduce-scatter" in refusal(model, "two_level:node=1", SpecError)
     assert "shots" in refusal(model, "int8:shots=two", SpecError)
-    assert "auto has no use for replicas" in refusal(model, "auto", SpecError, replicas="int4")
+    assert "auto is not available together with replicas" in refusal(model, "auto", SpecError, replicas="int4")
     assert "cannot reduce-scatter" in refusal(model, "auto", SpecError, hooks=["powersgd"])
     assert "gather=topk" in refusal(model, "int8", SpecError, gather="topk:ratio=0.1")
     assert "unknown hook 'int9'" in refusal(model, "int8", SpecError, gather="int9")
@@ -170,3 +170,33 @@ def test_hsdp_needs_a_2d_mesh_with_names(ranks: Ranks) -> None:
     assert "2-D DeviceMesh" in raised(SpecError, lambda: gradwire.hsdp(module, mesh_of(ranks)))
     nameless = torch.distributed.device_mesh.DeviceMesh("cpu", torch.arange(2).view(2, 1))
     assert "names" in raised(SpecError, lambda: gradwire.hsdp(module, nameless))
+
+
+@on_ranks(2)
+def test_hsdp_refuses_what_it_cannot_build_and_leaves_the_model_as_it_is(ranks: Ranks) -> None:
+    mesh, module = mesh_2d(ranks, 2), seeded(models.Deep)
+    layers: Any = module.layers
+    wrong: dict[str, dict[str, Any]] = {
+        "list of modules, such as model.layers, got 3": {"units": 3},
+        "list of modules, such as model.layers, got 'layers'": {"units": "layers"},
+        "list of modules, such as model.layers, got a Linear": {"units": layers[0]},
+        "inside the model, but number 1 is 3": {"units": [layers[0], 3]},
+        "inside the model, but number 0 is a Linear": {"units": [nn.Linear(2, 2)]},
+        "inside the model, but number 0 is a Deep": {"units": [module]},
+        "number 1 is there twice": {"units": [layers[0], layers[0]]},
+        "powersgd cannot reduce-scatter": {"spec": "powersgd"},
+        "is a hook and a gather": {"spec": "int8/bf16"},
+        "auto is not available": {"spec": "auto"},
+        "gather=topk cannot": {"gather": "topk"},
+        "unknown hook 'int9'": {"replicas": "int9"},
+        "got NoneType": {"replicas": None},
+        "chunk_bytes must be": {"chunk_bytes": 0},
+    }
+    for message, options in wrong.items():
+        assert message in raised(SpecError, lambda options=options: gradwire.hsdp(module, mesh, **options)), options
+    assert not units(module)
+    assert "takes a torch.nn.Module, got int" in raised(SpecError, lambda: gradwire.hsdp(3, mesh))  # type: ignore[arg-type]
+    shard(module, mesh["shard"])
+    assert "sharded already" in raised(RegisterError, lambda: gradwire.hsdp(module, mesh))
+    text = raised(SpecError, lambda: gradwire.register(module, "int8/bf16"))
+    assert 'write register(model, "int8", gather="bf16")' in text

@@ -96,6 +96,22 @@ class Unit:
         return type(self.group.mesh_info).__name__
 
     @property
+    def replica_mesh(self) -> Any:
+        """The 2-D mesh of (replicas, shards) that a module was sharded with, if it was one."""
+        info = self.group.mesh_info
+        return info.mesh if self.mesh_kind == "HSDPMeshInfo" else None
+
+    def drop_replicas(self) -> None:
+        """Make FSDP2 treat a module that was sharded with a 2-D mesh as one on the mesh of its shards alone.
+
+        From then on it averages nothing across replicas. The parameters stay as they are.
+        """
+        from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+
+        info = self.group.mesh_info
+        self.group.mesh_info = FSDPMeshInfo(info.mesh, shard_mesh_dim=info.shard_mesh_dim)
+
+    @property
     def shard_group(self) -> dist.ProcessGroup:
         """The ranks over which the parameters are sharded."""
         group: dist.ProcessGroup = self.group.mesh_info.shard_process_group

@@ -70,8 +70,12 @@ class ShardResiduals:
             self._copy_piece(segment.name, (segment.start, segment.numel), part)
         return values
 
-    def put(self, segments: Sequence[Segment], values: Tensor) -> None:
-        """Keep new values for some pieces."""
+    def put(self, segments: Sequence[Segment], values: Tensor, finite: Tensor | None = None) -> None:
+        """Keep new values for some pieces, or if `finite` is false, the old ones."""
+        if finite is not None and values.device.type != "cpu":  # where the host must not wait for the answer
+            values = torch.where(finite, values, self.take(segments))
+        elif finite is not None and not finite:
+            values = self.take(segments)
         for segment, new in zip(segments, values.split([segment.numel for segment in segments], 1), strict=True):
             if segment.name in self._wires:
                 wires = [self._codec.encode(row.contiguous()).clone() for row in new]

@@ -25,6 +25,7 @@ from gradwire.engine.lanes import Hold, Traffic
 from gradwire.engine.observers import norm_of
 from gradwire.engine.residuals import Residuals
 from gradwire.engine.runner import Job, Runner
+from gradwire.engine.shard_jobs import Message, gather_job, scatter_job
 from gradwire.engine.shard_residuals import ShardResiduals
 from gradwire.engine.sharded_verify import verify_sharded
 from gradwire.engine.stats import Stats
@@ -32,10 +33,9 @@ from gradwire.engine.stream import done
 from gradwire.engine.verify import Verification
 from gradwire.errors import RegisterError
 from gradwire.exchanges import Exchange, exchange
-from gradwire.exchanges.base import Comm
 from gradwire.exchanges.bucket import Bucket, Segment, Steps, cut
 from gradwire.exchanges.coded import Coded
-from gradwire.exchanges.sharded import Shard, check_gathers, check_scatters, gather_, scatter_
+from gradwire.exchanges.sharded import Shard, check_gathers, check_scatters
 
 Row = tuple[Segment, ...]
 """The segments of one row of a message."""
@@ -79,6 +79,9 @@ class ShardedHook(Hook):
         self._gathers_anew = True
         self._opens_step = False
         """Whether the next message to be reduced opens a step."""
+        self._message: Message | None = None
+        self._last: Future[Tensor] | None = None
+        """The last message to be reduced through a codec, and its result."""
         self._blocked_s = {"gradients": 0.0, "parameters": 0.0, "replicas": 0.0}
         super().__init__(exchange, runner, **options)
         self._residuals = cast(Residuals, ShardResiduals(self.size, shards, self.device))
@@ -107,7 +110,7 @@ class ShardedHook(Hook):
 
         Args:
             index: The number of the unit.
-            rows: (size, n), the gradients of this rank, which may be changed. The future keeps them alive.
+            rows: (size, n), the gradients of this rank, which may be changed. They are held until they are encoded.
             out: (n,), the value of the future.
             names: The parameters whose gradients lie in a row, in order.
             alpha: The factor of the sum.
@@ -131,7 +134,8 @@ class ShardedHook(Hook):
         out, current = bucket.flat, self.exchange
         if isinstance(current, Coded):
             jobs = self.scatter_jobs(bucket, rows, alpha, self._store)
-            return self.runner.submit(jobs, out, what=f"step {self.steps}, gradients of unit {bucket.index}")
+            self._last = self.runner.submit(jobs, out, what=f"step {self.steps}, gradients of unit {bucket.index}")
+            return self._last
         if current.averages:
             moved_bytes = self.plain_passes * rows.nbytes * (self.size - 1) / self.size
             how = "all_reduce" if self.plain_passes == 2 else "all_to_all"
@@ -140,13 +144,21 @@ class ShardedHook(Hook):
             out.copy_(rows[self.rank])
         return done(out)
 
+    def wait_encoded(self) -> None:
+        """Wait until the gradients that were given to `scatter` last are no longer needed."""
+        message, self._message, began = self._message, None, time.perf_counter()
+        if message is not None and self._last is not None:
+            message.wait(self._last)
+            self._blocked_s["gradients"] += time.perf_counter() - began
+
     def scatter_jobs(self, bucket: Bucket, rows: Tensor, alpha: float, store: ShardResiduals) -> list[Job]:
         """What reduce-scatters a message: one job per chunk of columns."""
         coded, chunks = cast(Coded, self.exchange), self.columns(bucket, rows.element_size(), self.exchange)
         if coded.takes_residual:
             store.prepare([chunk.segments for _, chunk in chunks], coded.packs_residual)
         kept = store if coded.takes_residual else None
-        return [_scatter_job(coded, rows[:, where], chunk, alpha, kept) for where, chunk in chunks]
+        self._message = message = Message(rows, len(chunks))
+        return [scatter_job(coded, message, where, chunk, alpha, kept) for where, chunk in chunks]
 
     def columns(self, bucket: Bucket, itemsize: int, wanted: Exchange) -> list[tuple[slice, Bucket]]:
         """Cut a message into chunks of columns near the wanted size, at whole blocks of the codec."""
@@ -196,7 +208,7 @@ class ShardedHook(Hook):
         """What gathers a message: one job per chunk of columns."""
         coded = cast(Coded, self.gathers)
         chunks = self.columns(bucket, rows.element_size(), coded)
-        return [partial(_gather, coded, rows[:, where], chunk) for where, chunk in chunks]
+        return [gather_job(coded, rows[:, where], chunk) for where, chunk in chunks]
 
     def plain_gather(self, plain: Callable[[], Any], moved_bytes: float) -> Any:
         """Gather as the model does by itself, and count it."""
@@ -379,17 +391,3 @@ def describe(exchange: Exchange, gather: Exchange, replicas: Exchange | None) ->
 
 
 _PER_STEP = ("buckets", "sent_bytes", "received_bytes", "encode_s", "wire_s", "decode_s", "wait_s")
-
-
-def _scatter_job(coded: Coded, rows: Tensor, chunk: Bucket, alpha: float, store: ShardResiduals | None) -> Job:
-    def run(comm: Comm) -> None:
-        residual = None if store is None else store.take(chunk.segments)
-        scatter_(coded, rows, chunk.flat, chunk, comm, alpha, residual)
-        if store is not None and residual is not None:
-            store.put(chunk.segments, residual)
-
-    return run
-
-
-def _gather(coded: Coded, rows: Tensor, chunk: Bucket, comm: Comm) -> None:
-    gather_(coded, rows, chunk, comm)

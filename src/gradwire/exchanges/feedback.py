@@ -73,8 +73,13 @@ def working_copy(flat: Tensor) -> Tensor:
     return new_total(flat).copy_(flat) if flat.dtype.itemsize < 4 else flat
 
 
-def widened(flat: Tensor, codec: Codec) -> Tensor:
-    """A working copy of 16-bit values on the CPU, as only float32 has fast kernels there; other values as they are."""
+def widens(flat: Tensor, codec: Codec) -> bool:
+    """Whether values must be float32 to be coded fast: 16-bit ones on the CPU, unless they travel as they are."""
     if flat.device.type != "cpu" or codec.wire_dtype == flat.dtype or torch.compiler.is_compiling():
-        return flat
-    return working_copy(flat)
+        return False
+    return flat.dtype.itemsize < 4
+
+
+def widened(flat: Tensor, codec: Codec) -> Tensor:
+    """A float32 copy of values that `widens`; other values as they are."""
+    return working_copy(flat) if widens(flat, codec) else flat

@@ -139,10 +139,11 @@ def entries(plan: WirePlan, rows: tuple[tuple[int, int], ...]) -> tuple[Entry, .
     return tuple(found)
 
 
-def encode_part(codec: Codec, flat: Tensor, part: Part, wire: Tensor) -> None:
-    """Write the wire of one part of `flat`."""
+def encode_part(codec: Codec, flat: Tensor, part: Part, wire: Tensor, space: Tensor | None = None) -> None:
+    """Write the wire of one part of `flat`; `space`: in float32, where each tensor is copied to be encoded."""
     for piece in part.pieces:
-        codec.encode(_values(flat, piece), out=_wire(wire, piece))
+        values = _values(flat, piece)
+        codec.encode(values if space is None else space[: piece.numel].copy_(values), out=_wire(wire, piece))
     _put(wire, part, _exempt(flat, part))
 
 
@@ -154,6 +155,28 @@ def decode_part_(
         codec.decode_(_values(flat, piece), _wire(wire, piece), alpha=alpha, add=add)
     if part.exempt:
         _spread_(flat, part, _travelled(wire, part) * alpha, add)
+
+
+def decode_narrow_(codec: Codec, flat: Tensor, part: Part, wire: Tensor, space: Tensor) -> None:
+    """`flat = values`, of 16 bits, within one part. Each tensor is decoded in `space`, in float32."""
+    for piece in part.pieces:
+        _values(flat, piece).copy_(codec.decode_(space[: piece.numel], _wire(wire, piece)))
+    if part.exempt:
+        _spread_(flat, part, _travelled(wire, part), False)
+
+
+def add_narrow_(
+    codec: Codec, flat: Tensor, part: Part, own: Tensor, wires: Sequence[Tensor], alpha: float, space: Tensor
+) -> None:
+    """`flat = alpha * (own + values of all wires)`, of 16 bits, within one part. `space` is in float32 or float64."""
+    for piece in part.pieces:
+        total = space[: piece.numel].copy_(_values(own, piece)).mul_(alpha)
+        for wire in wires:
+            codec.decode_(total, _wire(wire, piece), alpha=alpha, add=True)
+        _values(flat, piece).copy_(total)
+    values = _exempt(own, part)
+    if values is not None:
+        _spread_(flat, part, _total([values, *(_travelled(wire, part) for wire in wires)], alpha), False)
 
 
 def sum_part_(codec: Codec, flat: Tensor, part: Part, wires: Tensor, alpha: float) -> None:

@@ -9,22 +9,33 @@ the part encoders of `plan.py` and the codec of a `Coded` exchange; its other op
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from gradwire.codecs.base import Codec, new_total
+from gradwire.codecs.base import Codec
 from gradwire.errors import SpecError
 from gradwire.exchanges.base import Comm, Exchange
 from gradwire.exchanges.bucket import Bucket, Segment
 from gradwire.exchanges.coded import Coded
 from gradwire.exchanges.exact import Exact, Noop
-from gradwire.exchanges.feedback import widened
-from gradwire.exchanges.plan import Part, decode_part_, encode_part, joined, keep_loss_
+from gradwire.exchanges.feedback import widens
+from gradwire.exchanges.plan import (
+    Part,
+    WirePlan,
+    add_narrow_,
+    decode_narrow_,
+    decode_part_,
+    encode_part,
+    joined,
+    keep_loss_,
+)
 from gradwire.exchanges.reference import Reference, kept
-from gradwire.kernels.memory import empty
+from gradwire.kernels.memory import empty, release
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +119,8 @@ def scatter_(
     1. Encode each row for its owner; the own row stays as it is.  2. All-to-all.  3. The owner adds its own row and the
     decoded ones, in the order of the ranks, in float32.
 
+    The engine calls the two halves, `encode_rows` and `add_arrived_`, by itself, to drop `rows` between them.
+
     Args:
         coded: The codec, and which tensors travel in float32.
         rows: The gradients of this rank. They stay as they are.
@@ -118,43 +131,94 @@ def scatter_(
         residual: With feedback, (size, n) in float32: added to `rows` first, then what the encoding of each row has
             lost. If the sum of any row is not finite it stays as it was, on all ranks.
     """
-    work = widened(rows, coded.codec) if residual is None else _sum(rows, residual)
-    whole, own = coded.plan(bucket, 1), comm.rank
-    (part,), wires = whole.parts, empty((comm.size, whole.wire_bytes), torch.uint8, rows.device)
-    others = [rank for rank in range(comm.size) if rank != own]
-    for rank in others:
-        encode_part(_seeded(coded, bucket, own, rank), work[rank], part, wires[rank])
-    arrived = comm.all_to_all(wires)
-    total = new_total(out) if out.dtype.itemsize < 4 else out  # 16 bits are too coarse to add up in
-    total.copy_(work[own]).mul_(alpha)
-    for rank in others:
-        decode_part_(coded.codec, total, part, arrived[rank], alpha=alpha, add=True)
-    if total is not out:
-        out.copy_(total)
-    if residual is not None:
-        _keep_lost_(coded.codec, work, part, wires, comm, out, residual)
+    work = None if residual is None else residual.clone()
+    sent = encode_rows(coded, rows, out, bucket, comm, alpha, work)
+    finite = add_arrived_(coded, sent, out, bucket, comm, alpha)
+    if residual is not None and work is not None and finite is not None:
+        residual.copy_(torch.where(finite, work, residual))
 
 
-def _keep_lost_(
-    codec: Codec, work: Tensor, part: Part, wires: Tensor, comm: Comm, out: Tensor, residual: Tensor
-) -> None:
-    """Replace the residual by what the encoding of the rows has lost, unless the sum of any row is not finite."""
-    lost = work if work.dtype == residual.dtype else work.to(residual.dtype)
-    for rank, (row, wire) in enumerate(zip(lost, wires, strict=True)):
-        if rank == comm.rank:
+class Sent(NamedTuple):
+    """What a rank has encoded, and still needs once it is sent."""
+
+    wires: Tensor
+    """(size, bytes), without the own row."""
+    own: Tensor | None
+    """The own row, if `out` does not hold it multiplied by alpha: 16 bits are too coarse for that."""
+    work: Tensor | None = None
+    """With feedback: the rows that were encoded, (size, n)."""
+    residual: Tensor | None = None
+
+
+def encode_rows(
+    coded: Coded, rows: Tensor, out: Tensor, bucket: Bucket, comm: Comm, alpha: float, residual: Tensor | None = None
+) -> Sent:
+    """The first half of `scatter_`: afterwards `rows` is not needed. `residual` is a copy to work in."""
+    whole, work = coded.plan(bucket, 1), rows if residual is None else _sum(rows, residual)
+    (part,), wires = whole.parts, _room((comm.size, whole.wire_bytes), _wide_bytes(out, whole), rows.device)
+    space = None
+    if widens(work, coded.codec):
+        space = _room((_wide_bytes(work, whole),), wires.nbytes, rows.device).view(torch.float32)
+    for rank in range(comm.size):
+        if rank != comm.rank:
+            encode_part(_seeded(coded, bucket, comm.rank, rank), work[rank], part, wires[rank], space)
+    if space is not None:
+        release(space)
+    own = _keep_own(out, work[comm.rank], alpha, stays=residual is not None)
+    return Sent(wires, own) if residual is None else Sent(wires, own, work, residual)
+
+
+def _keep_own(out: Tensor, row: Tensor, alpha: float, stays: bool) -> Tensor | None:
+    """Put what the own row adds to the sum into `out`; the row itself if that cannot hold it. `stays`: it is a copy."""
+    if out.dtype.itemsize >= 4:
+        out.copy_(row).mul_(alpha)
+        return None
+    return out.copy_(row) if out.dtype == row.dtype else row if stays else row.clone()
+
+
+def add_arrived_(coded: Coded, sent: Sent, out: Tensor, bucket: Bucket, comm: Comm, alpha: float) -> Tensor | None:
+    """The second half of `scatter_`: send, and add what arrives to `out`.
+
+    With feedback, the residual becomes what the encoding has lost. The result is then whether the sums of all ranks are
+    finite, and otherwise None. If they are not, the old residual must be kept.
+    """
+    whole, (wires, own, work, residual) = coded.plan(bucket, 1), sent
+    arrived, (part,) = comm.all_to_all(wires), whole.parts
+    if residual is None:
+        release(wires)
+    others = [wire for rank, wire in enumerate(arrived) if rank != comm.rank]
+    if own is None:
+        for wire in others:
+            decode_part_(coded.codec, out, part, wire, alpha=alpha, add=True)
+    else:
+        space = empty((_wide_bytes(out, whole) // 4,), torch.float32, out.device)
+        add_narrow_(coded.codec, out, part, own, others, alpha, space)
+    if residual is None or work is None:
+        return None
+    _keep_lost_(coded.codec, work, part, wires, comm.rank)
+    if work is not residual:
+        residual.copy_(work)
+    finite = comm.all_gather(torch.isfinite(out).all().to(torch.int32).reshape(1))  # a rank has seen its own sum only
+    residual.nan_to_num_(0.0, 0.0, 0.0)  # inf would stay for ever
+    return finite.all()
+
+
+def _keep_lost_(codec: Codec, work: Tensor, part: Part, wires: Tensor, own: int) -> None:
+    """Replace the rows by what their encoding has lost."""
+    for rank, (row, wire) in enumerate(zip(work, wires, strict=True)):
+        if rank == own:
             row.zero_()
             continue
         keep_loss_(codec, row, part, wire, row)
         for start, numel in part.exempt:
             row.narrow(0, start, numel).zero_()
-    finite = comm.all_gather(torch.isfinite(out).all().to(torch.int32).reshape(1))  # a rank has seen its own sum only
-    torch.where(finite.all(), lost, residual, out=residual).nan_to_num_(0.0, 0.0, 0.0)  # inf would stay for ever
 
 
 def _sum(rows: Tensor, residual: Tensor) -> Tensor:
-    """In work space, in float32, or in float64 for float64 gradients."""
-    work = empty(rows.shape, torch.promote_types(rows.dtype, residual.dtype), rows.device)
-    return torch.add(rows, residual, out=work)
+    """In place of the residual in float32, or in work space in float64 for float64 gradients."""
+    if rows.dtype == torch.float64:
+        return torch.add(rows, residual, out=empty(rows.shape, rows.dtype, rows.device))
+    return residual.add_(rows)
 
 
 def gather_(coded: Coded, rows: Tensor, bucket: Bucket, comm: Comm) -> None:
@@ -162,15 +226,28 @@ def gather_(coded: Coded, rows: Tensor, bucket: Bucket, comm: Comm) -> None:
 
     So all ranks hold the same bits for the same parameter, the owner among them.
     """
-    whole, work = coded.plan(bucket, 1), widened(rows[comm.rank], coded.codec)
+    whole = coded.plan(bucket, 1)
     (part,), wires = whole.parts, comm.rows(whole.wire_bytes, torch.uint8, rows.device)
-    encode_part(coded.codec, work, part, wires[comm.rank])
+    space = None
+    if widens(rows, coded.codec):
+        space = empty((_wide_bytes(rows, whole) // 4,), torch.float32, rows.device)
+    encode_part(coded.codec, rows[comm.rank], part, wires[comm.rank], space)
     for row, wire in zip(rows, comm.all_gather_(wires), strict=True):
-        if work.dtype == row.dtype:
+        if space is None:
             decode_part_(coded.codec, row, part, wire)
         else:
-            decode_part_(coded.codec, work, part, wire)
-            row.copy_(work)
+            decode_narrow_(coded.codec, row, part, wire, space)
+
+
+def _wide_bytes(like: Tensor, whole: WirePlan) -> int:
+    """The largest tensor of 16-bit values in float32; 0 for wider values. Tensors are widened one after the other."""
+    return 4 * max((piece.numel for piece in whole.parts[0].pieces), default=0) if like.dtype.itemsize < 4 else 0
+
+
+def _room(shape: Sequence[int], least_bytes: int, device: torch.device) -> Tensor:
+    """Work space for bytes, in a block that something else of `least_bytes` can use after its release."""
+    nbytes = math.prod(shape)
+    return empty((max(nbytes, least_bytes),), torch.uint8, device)[:nbytes].view(shape)
 
 
 def _seeded(coded: Coded, bucket: Bucket, rank: int, row: int) -> Codec:

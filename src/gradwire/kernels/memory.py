@@ -43,17 +43,27 @@ class Scratch:
     def __init__(self, usage: Usage | None = None) -> None:
         """What it holds is counted in `usage`."""
         self._free: list[Tensor] = []
+        """What the last job has used, and this one has not taken yet."""
         self._taken: list[Tensor] = []
+        self._spare: list[Tensor] = []
+        """What this job has taken and released again."""
         self._temp = torch.empty(0, dtype=torch.uint8)
         self._usage = usage or Usage()
 
     def take(self, nbytes: int) -> Tensor:
         """A block of `nbytes` until the job ends."""
+        if (spare := next((block for block in self._spare if nbytes <= block.numel()), None)) is not None:
+            self._spare = [other for other in self._spare if other is not spare]
+            return spare[:nbytes]
         fitting = [block for block in self._free if nbytes <= block.numel() <= 2 * nbytes + 4096]
-        block = min(fitting, key=Tensor.numel) if fitting else self._new(nbytes)
+        block = min(fitting, key=Tensor.numel) if fitting else self._instead(nbytes)
         self._free = [other for other in self._free if other is not block]
         self._taken.append(block)
         return block[:nbytes]
+
+    def release(self, start: int) -> None:
+        """The job no longer needs the block that begins at this address, and may take it again."""
+        self._spare += [block for block in self._taken if block.data_ptr() == start]
 
     def temp(self, nbytes: int) -> Tensor:
         """A block of `nbytes` until `temp` is called again."""
@@ -61,6 +71,14 @@ class Scratch:
             self._usage.add(-self._temp.numel())
             self._temp = self._new(nbytes)
         return self._temp[:nbytes]
+
+    def _instead(self, nbytes: int) -> Tensor:
+        """A new block in place of one that does not fit: a job never holds more than it or the last one needs."""
+        if self._free:
+            dropped = max(self._free, key=Tensor.numel)
+            self._free = [other for other in self._free if other is not dropped]
+            self._usage.add(-dropped.numel())
+        return self._new(nbytes)
 
     def _new(self, nbytes: int) -> Tensor:
         self._usage.add(nbytes)
@@ -75,7 +93,7 @@ class Scratch:
         finally:
             _here.scratch = None
             self._usage.add(-sum(map(Tensor.numel, self._free)))
-            self._free, self._taken = self._taken, []
+            self._free, self._taken, self._spare = self._taken, [], []
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -84,6 +102,12 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
     if scratch is None:
         return torch.empty(shape, dtype=dtype, device=device)
     return scratch.take(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+
+
+def release(tensor: Tensor) -> None:
+    """A job no longer needs what `empty` has given it: the next calls of `empty` may use the memory."""
+    if (scratch := _current(tensor.device)) is not None and tensor.numel():
+        scratch.release(tensor.data_ptr())
 
 
 def temp(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -108,7 +108,7 @@ def install(hook: ShardedHook, units: Sequence[Unit]) -> None:
 
 
 MOST_PENDING = 2
-"""How many reductions may be under way while the backward pass goes on. Each one keeps its unit's gradients."""
+"""How many reductions may be under way while the backward pass goes on. Each one keeps what it sends and receives."""
 
 
 @dataclass(slots=True)
@@ -116,7 +116,6 @@ class _Pending:
     """A reduction that is under way."""
 
     future: Future[Tensor]
-    held_bytes: int
     then: Callable[[], Future[Tensor]] | None = None
     """Begins the average of its result across replicas."""
 
@@ -153,14 +152,10 @@ class _Backward:
         if (hook := self._hook()) is not None:
             hook.begin_backward(index, first)
 
-    def defer(self, future: Future[Tensor], held_bytes: int) -> None:
-        """Wait for a reduction at the end of the backward pass that this thread runs, or when there are too many.
-
-        Until then it holds the gradients of its unit, which are `held_bytes`.
-        """
+    def defer(self, future: Future[Tensor]) -> None:
+        """Wait for a reduction at the end of the backward pass that this thread runs, or when there are too many."""
         self._finish_later()
-        self._pending.append(_Pending(future, held_bytes))
-        self._count(held_bytes)
+        self._pending.append(_Pending(future))
         self._wait(MOST_PENDING)
 
     def defer_average(self, begin: Callable[[], Future[Tensor]]) -> None:
@@ -193,13 +188,8 @@ class _Backward:
             oldest, hook = self._pending.pop(0), self._hook()
             if hook is not None:
                 hook.blocked("gradients", oldest.future.wait)
-            self._count(-oldest.held_bytes)
             if oldest.then is not None:
                 self._averages.append(oldest.then())
-
-    def _count(self, held_bytes: int) -> None:
-        if (hook := self._hook()) is not None:
-            hook.runner.meter.memory.add(held_bytes)
 
 
 class _Slot:
@@ -233,7 +223,12 @@ class _Slot:
         self._undo()
 
     def _before(self) -> None:
-        """The backward pass of the unit has ended."""
+        """The backward pass of the unit has ended.
+
+        FSDP2 keeps the gradients of the unit before until now, and then cuts those of this one into rows. So nothing is
+        held twice if those before are encoded by now.
+        """
+        self._hook.wait_encoded()
         if self._unit.reduces and (names := self._unit.with_gradient()):
             self._names = names
             self._backward.begin(self._index)
@@ -266,7 +261,7 @@ class _Slot:
         run = partial(hook.scatter, self._index, rows, output_tensor, self._names, alpha, plain)
         late = self._is_late(output_tensor)
         if late and isinstance(hook.exchange, Coded):
-            self._backward.defer(run(), input_tensor.nbytes)
+            self._backward.defer(run())
             return
         if not late:
             self._backward.finish()  # FSDP2 may add to a result that is not there yet

@@ -16,9 +16,12 @@ from gradwire.engine.hook import Hook
 from gradwire.engine.watch import Watch
 from gradwire.errors import RegisterError, SpecError
 from gradwire.exchanges import Exact, Exchange, exchange
+from gradwire.exchanges.sharded import check_gathers, check_scatters
 from gradwire.models.ddp import attach, check_chunk_bytes
 from gradwire.models.fsdp import attach_sharded
-from gradwire.models.sharded_checks import check_mesh, gathers_of, is_sharded
+from gradwire.models.sharded_checks import check_mesh, checked_parts, gathers_of, is_sharded
+
+NO_AUTO = "auto is not available together with replicas: name the hook for the shards, such as exact"
 
 ON_FAILURE = (
     "on_failure is not an option of register(): the process group of DDP and of fully_shard has a fixed set of ranks, "
@@ -92,8 +95,9 @@ def register(
         return hook if check_every is None else _guarded(hook, check_every)
     given = {"bucket_mb": bucket_mb, "check_every": check_every, "watch": watch}
     _refuse("a model with fully_shard", **given)
-    if (settings := auto(spec, **options)) is not None:
-        _refuse("auto", replicas=replicas, mesh=mesh)
+    if (settings := auto(_not_a_pair(spec), **options)) is not None:
+        if replicas is not None or mesh is not None:
+            raise SpecError(NO_AUTO)
         return _register_auto(plain, settings, gather, chunk_bytes)
     return attach_sharded(
         plain,
@@ -138,7 +142,8 @@ def hsdp(
         The hook, as of `register`.
 
     Raises:
-        SpecError: If a spec is not valid, or if `mesh` is not a 2-D mesh with names.
+        SpecError: If a spec is not valid, if `mesh` is not a 2-D mesh with names, or if `units` are not modules of the
+            model. The model is as it was.
         RegisterError: If the model cannot carry the hook.
 
     Examples:
@@ -148,12 +153,32 @@ def hsdp(
     check_mesh(mesh)
     if not mesh.mesh_dim_names:
         raise SpecError("the dimensions of the mesh need names, as in mesh_dim_names=('replicate', 'shard')")
+    parts = checked_parts(model, units)
+    _check_before_sharding(spec, gather, replicas, chunk_bytes)
     from torch.distributed.fsdp import fully_shard  # takes long to import, and DDP models do not need it
 
     shards = mesh[mesh.mesh_dim_names[1]]
-    for unit in (*units, model):
+    for unit in (*parts, model):
         fully_shard(unit, mesh=shards, **options)
     return register(model, spec, gather=gather, replicas=replicas, mesh=mesh, chunk_bytes=chunk_bytes)
+
+
+def _check_before_sharding(spec: Any, gather: Any, replicas: Any, chunk_bytes: int | None) -> None:
+    """Raise what `register` would raise later, while the model is still as it was."""
+    if auto(_not_a_pair(spec)) is not None:
+        raise SpecError(NO_AUTO)
+    check_scatters(exchange(spec))
+    check_gathers(exchange(gather))
+    exchange(replicas)
+    check_chunk_bytes(chunk_bytes)
+
+
+def _not_a_pair(spec: Any) -> Any:
+    """SpecError if the spec is a pair, as the commands of gradwire write it."""
+    if isinstance(spec, str) and "/" in spec:
+        first, _, second = spec.partition("/")
+        raise SpecError(f'{spec!r} is a hook and a gather: write register(model, "{first}", gather="{second}")')
+    return spec
 
 
 def _register_ddp(model: Any, spec: str | Exchange, options: dict[str, Any], **common: Any) -> Hook:

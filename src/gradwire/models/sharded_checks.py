@@ -1,6 +1,6 @@
 """Checks before a model with `fully_shard` gets a hook: what cannot carry one is refused, with the reason."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -70,14 +70,14 @@ def _clean(name: str) -> str:
     return plain_name(name).replace("_checkpoint_wrapped_module.", "")
 
 
-def check_units(units: Sequence[Unit]) -> None:
-    """Raise RegisterError unless all units can use one hook."""
+def check_units(units: Sequence[Unit], *, native: bool = False) -> None:
+    """Raise RegisterError unless all units can use one hook. `native`: their mesh may be FSDP2's own HSDP."""
     if not dist.is_initialized():
         raise RegisterError("there is no process group: call torch.distributed.init_process_group() before registering")
     if not units:
         raise RegisterError("no module with fully_shard has parameters: there is nothing to communicate")
     for unit in units:
-        _check_unit(unit)
+        _check_unit(unit, native)
     if any(set(_ranks(unit)) != set(_ranks(units[0])) for unit in units):
         raise RegisterError(
             "the modules of this model are sharded over different ranks; register each part by itself, as in "
@@ -94,14 +94,14 @@ def _ranks(unit: Unit) -> list[int]:
     return dist.get_process_group_ranks(unit.shard_group)
 
 
-def _check_unit(unit: Unit) -> None:
+def _check_unit(unit: Unit, native: bool) -> None:
     first = unit.names[0]
-    if unit.mesh_kind == "HSDPMeshInfo":
+    if unit.mesh_kind == "HSDPMeshInfo" and not native:
         raise RegisterError(
             f"the module of {first!r} was sharded with a 2-D mesh (HSDP), whose all-reduce across replicas is fixed in "
             f"FSDP2; {HSDP}"
         )
-    if unit.mesh_kind != "FSDPMeshInfo":
+    if unit.mesh_kind not in ("FSDPMeshInfo", "HSDPMeshInfo"):
         raise RegisterError(
             f"the module of {first!r} uses replicate(), whose all-reduce is fixed in FSDP2; call fully_shard on a mesh "
             f"of 1-rank shards instead: {HSDP}"
@@ -167,6 +167,30 @@ def check_mesh(mesh: Any) -> None:
     """Raise SpecError unless `mesh` has a dimension of replicas and one of shards."""
     if not hasattr(mesh, "get_group") or mesh.ndim != 2:
         raise SpecError(f"mesh must be a 2-D DeviceMesh of (replicas, shards), got {mesh!r}")
+
+
+def checked_parts(model: Any, units: Any) -> list[nn.Module]:
+    """`units` as a list. SpecError unless they are different modules inside a model that is not sharded yet."""
+    if not isinstance(model, nn.Module):
+        raise SpecError(f"hsdp() takes a torch.nn.Module, got {type(model).__name__}")
+    if is_sharded(model):
+        raise RegisterError(
+            "a part of this model is sharded already; gradwire.hsdp calls fully_shard by itself, so leave that out, or "
+            "call gradwire.register(model, spec, replicas=..., mesh=mesh) instead"
+        )
+    if isinstance(units, str) or not isinstance(units, Iterable):
+        raise SpecError(f"units must be a list of modules, such as model.layers, got {_short(units)}")
+    parts, inside = list(units), {id(module) for module in model.modules()} - {id(model)}
+    for at, part in enumerate(parts):
+        if not isinstance(part, nn.Module) or id(part) not in inside:
+            raise SpecError(f"units must be modules inside the model, but number {at} is {_short(part)}")
+        if any(part is other for other in parts[:at]):
+            raise SpecError(f"units must be different modules, but number {at} is there twice: {_short(part)}")
+    return parts
+
+
+def _short(value: Any) -> str:
+    return f"a {type(value).__name__}" if isinstance(value, nn.Module) else repr(value)
 
 
 def replica_group(units: Sequence[Unit], mesh: Any, replicas: Exchange | None) -> dist.ProcessGroup | None:

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+import gradwire
 from gradwire.auto.pilot import TURN_STEPS
 from gradwire.tools.cli import main
-from gradwire.tools.cli.advise import to_text
+from gradwire.tools.cli.advise import compare_command, to_text
 from gradwire.tools.launch.plan import RunPlan
-from gradwire.tools.measure import survey_sharded
-from gradwire.tools.measure.advise import Advice, Row, survey_first
+from gradwire.tools.measure import survey_replicas, survey_sharded
+from gradwire.tools.measure.advise import Advice, Row, _replica_settings, survey_first
 from gradwire.tools.measure.headroom import Headroom, timed
 from gradwire.tools.measure.survey import ROUNDS
 from gradwire.tools.measure.uncertainty import MODEL_ERROR
@@ -26,7 +27,7 @@ from gradwire.tools.report.page import advice_to_html
 from ...kit import models
 from ...kit.models import seeded
 from ...kit.ranks import Ranks, on_ranks
-from ...kit.sharded import mesh_of, shard, train
+from ...kit.sharded import mesh_2d, mesh_of, shard, train
 from ...kit.versions import sharded_models
 
 BOUND = Headroom(
@@ -79,6 +80,16 @@ def test_the_table_has_the_bytes_of_both_directions() -> None:
     assert "gather=&#34;bf16&#34;" in page
 
 
+def test_pairs_that_may_hurt_come_with_a_comparison_that_takes_them() -> None:
+    faster = replace(ROWS[3], predicted_s=0.02)
+    found = advice((*ROWS[:3], faster, ROWS[4]))
+    assert [each.hook for each in found.promising()] == ["int8/int8"]
+    args = {"compare_steps": 300, "link": None, "nproc": 2, "module": False, "script": "train.py", "args": []}
+    command = compare_command(found, SimpleNamespace(**args))  # type: ignore[arg-type]
+    assert command == "gradwire compare --hooks exact int8/bf16 int8/int8 --steps 300 --nproc 2 train.py"
+    assert advice((*ROWS[:3], faster), any_gather=True).promising() == []
+
+
 SCRIPT = """
 import torch, torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
@@ -123,8 +134,59 @@ def test_both_runs_follow_their_plans(ranks: Ranks) -> None:
     assert rows["int8/bf16"]["split"]["encode_s"] > 0
 
 
-def shard_and_train(ranks: Ranks, plan: RunPlan, follow: Callable[[Any, RunPlan], None], steps: int) -> None:
-    model = shard(seeded(models.Deep), mesh_of(ranks))
+@sharded_models
+@on_ranks(4)
+def test_both_runs_follow_their_plans_with_replicas(ranks: Ranks) -> None:
+    """The same for FSDP2's own HSDP: a hook is how replicas are averaged."""
+    job = {"steps": 8, "link": "1gbit", "hooks": ["int8", LOW], "max_error": 0.02}
+    plan = RunPlan(str(ranks.folder), "headroom", "", job)
+    shard_and_train(ranks, plan, timed, 16, replicas=2)
+    (note,) = [note for note in plan.read("times") if note["rank"] == ranks.rank and len(note["times"]) == 8]
+    assert note["replicated"]
+    assert note["ranks"] == 4
+    plan = replace(plan, job={**job, "compute": {"timeline": note["timeline"], "cores": 1.0, "threads": 1}})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(survey_replicas, "probe", lambda hook, pairs: SimpleNamespace(cpu_cost={}))
+        shard_and_train(ranks, plan, survey_first, 65, replicas=2)
+    dist.barrier(ranks.group)
+    (found,) = plan.read("survey")
+    rows = {each["hook"]: each for each in found["rows"]}
+    assert list(rows) == ["exact", "bf16", "int8", LOW]
+    steps = [len(each["step_s"]) for each in rows.values()]
+    assert steps == [ROUNDS * TURN_STEPS] * 3 + [0]
+    assert rows["int8"]["error"] < 0.02 < rows[LOW]["error"]
+    assert rows["exact"]["sent_bytes"] == 4 * found["params"] / 2  # a shard, once to the other of two replicas
+    assert rows["int8"]["sent_bytes"] < rows["bf16"]["sent_bytes"] < rows["exact"]["sent_bytes"]
+    assert min(each["predicted_s"] for each in rows.values()) > 0
+
+
+def test_the_advice_for_replicas_is_the_helper_that_builds_them() -> None:
+    times = {"with_s": 0.1, "without_s": 0.02, "without_gathers_s": 0.09, "without_replicas_s": 0.05}
+    bound = Headroom(ranks=4, link=None, wanted_steps=32, **{name: (value,) * 8 for name, value in times.items()})
+    rows = [replace(row(hook, ms, error), gather_bytes=None) for hook, ms, error in REPLICA_ROWS]
+    found = Advice(headroom=bound, rows=tuple(rows), max_error=0.02, params=1_000_000)
+    assert found.line == 'gradwire.hsdp(model, mesh, units=units, replicas="int8")  # instead of fully_shard'
+    assert "Inside a replica gradients are reduced and parameters gathered exactly" in found.reason()
+    lines = to_text(found).splitlines()
+    first = next(at for at, line in enumerate(lines) if line.startswith("replicas"))
+    assert "MB across" in lines[first]
+    assert lines[first + 1].endswith("<- use this")
+    assert "powersgd" in lines[first + 4]
+    assert advice_to_html(found)
+
+
+REPLICA_ROWS = (("exact", 100.0, 0.0), ("bf16", 80.0, 1e-3), ("int8", 50.0, 5e-3), ("powersgd", None, 0.3))
+
+
+def test_pairs_are_refused_for_replicas() -> None:
+    with pytest.raises(gradwire.SpecError, match=r"write int8, not int8/bf16"):
+        _replica_settings(["int8/bf16"], 0.02)
+
+
+def shard_and_train(
+    ranks: Ranks, plan: RunPlan, follow: Callable[[Any, RunPlan], None], steps: int, replicas: int = 1
+) -> None:
+    model = shard(seeded(models.Deep), mesh_of(ranks) if replicas == 1 else mesh_2d(ranks, replicas))
     follow(model, plan)
     train(model, ranks.rank, steps)
 

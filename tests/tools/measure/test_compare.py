@@ -182,6 +182,8 @@ def test_a_script_that_is_not_deterministic_is_refused(plan, monkeypatch, tmp_pa
         (["--hooks", "exact", "plain", "--link", "1gbit"], "--link slows down hooks only, and plain has none"),
         (["--hooks", "exact", "int4", "--link", "fast"], "link 'fast'"),
         (["--hooks", "exact", "int4", "--nnodes", "2"], "compare runs on one machine: leave out --nnodes"),
+        (["--hooks", "exact", "powersgd/bf16"], "powersgd cannot reduce-scatter"),
+        (["--hooks", "exact", "int8/bf16", "--gather", "bf16"], "int8/bf16 says how parameters are gathered"),
         (["--variant", "lion"], "variant 'lion' must be 'NAME=ARGS' or 'NAME=@HOOK ARGS'"),
         (["--hooks", "exact", "int4", "--out", "train.py"], "train.py, line 2 is not a run of `gradwire compare`"),
         (["--hooks", "exact", "int4", "--out", "none/runs.jsonl"], "there is no folder none"),
@@ -203,3 +205,20 @@ def test_variants_have_arguments_and_may_have_a_hook():
 @pytest.mark.parametrize(("option", "words"), [(None, []), ("--seed", ["--seed", "3"]), ("seed=", ["seed=3"])])
 def test_a_script_may_take_its_seed_as_an_argument(option, words):
     assert comparing._seed_words(option, 3) == words
+
+
+def test_pairs_name_a_gather_and_may_differ_in_their_first_loss(tmp_path, monkeypatch):
+    assert Entry.of_hook("int8/bf16") == Entry("int8/bf16", "int8", gather="bf16")
+    assert Entry.of_hook("int8/exact") == Entry("int8", "int8", gather="exact")
+    assert Entry.of_variant("a=@int8/bf16 --lr 1") == Entry("a", "int8", ("--lr", "1"), "bf16")
+
+    def rounded(seed):
+        return [loss + 0.01 for loss in falling(seed, spread=0.0)]
+
+    monkeypatch.setattr(comparing, "run_once", Runs(**dict.fromkeys(("int8/bf16", "int8"), rounded)))
+    monkeypatch.setattr(comparing, "fork_server", lambda *args: nullcontext())
+    plan = Plan(script=Script("x", module=True), entries=tuple(map(Entry.of_hook, ("exact", "int8/bf16"))), seeds=(0,))
+    assert len(compare(plan, tmp_path / "pairs.jsonl")) == 2
+    other = dataclasses.replace(plan, entries=tuple(map(Entry.of_hook, ("exact", "int8/exact"))))
+    with pytest.raises(RunFailed, match="nothing has been averaged by then"):
+        compare(other, tmp_path / "specs.jsonl")

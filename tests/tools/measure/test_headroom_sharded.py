@@ -17,6 +17,8 @@ from gradwire.tools.measure import alternate, alternate_sharded
 from gradwire.tools.measure.alternate import WARM_UP
 from gradwire.tools.measure.alternate_sharded import (
     KINDS,
+    REPLICA_KINDS,
+    REPLICAS,
     AlternatingSharded,
     Event,
     ShardedClock,
@@ -29,7 +31,7 @@ from gradwire.tools.measure.headroom import Headroom
 from ...kit import models
 from ...kit.models import batch, seeded
 from ...kit.ranks import Ranks, on_ranks
-from ...kit.sharded import backward, mesh_of, same, shard, train, weights
+from ...kit.sharded import backward, mesh_2d, mesh_of, same, shard, train, weights
 from ...kit.versions import sharded_models
 from ..fake_time import TimelessLink
 
@@ -100,6 +102,38 @@ def test_each_kind_of_step_has_the_time_of_what_it_has_left(ranks: Ranks) -> Non
 
 
 @sharded_models
+@on_ranks(4)
+def test_averages_across_replicas_are_timed_and_leave_the_training_as_it_is(ranks: Ranks) -> None:
+    """On FSDP2's own HSDP, and a clock that only the emulated link moves on: the one between the replicas."""
+    wanted = shard(seeded(models.Deep), mesh_2d(ranks, 2))
+    train(wanted, ranks.rank, STEPS)
+    link, published = TimelessLink(Link(10e6)), list[Any]()
+    model = shard(seeded(models.Deep), mesh_2d(ranks, 2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(alternate, "now", lambda device: link.clock.now)
+        patch.setattr(alternate_sharded, "perf_counter", lambda: link.clock.now)
+        clock = ShardedClock(8, lambda times, timeline: published.append((list(times), timeline)))
+        timed = AlternatingSharded(model, clock, link)
+        train(model, ranks.rank, STEPS)
+    assert same(weights(model), weights(wanted))
+    assert (timed.rank, timed.ranks) == (ranks.rank, 4)
+    across_s = sum(param.numel() for param in model.parameters()) / 2 * 4 * 8 / 10e6 / PAYLOAD
+    times, timeline = published[-1]
+    expected = [0.0 if REPLICAS in REPLICA_KINDS[kind_of(at)] else across_s for at in range(8)]
+    assert times == pytest.approx(expected, rel=1e-6, abs=1e-9)
+    assert Counter(event.what for event in timeline.events)["gather"] == 6
+
+
+@sharded_models
+@on_ranks(4)
+def test_a_script_that_uses_gradwire_itself_is_told_what_to_use_instead(ranks: Ranks) -> None:
+    model = seeded(models.Deep)
+    ranks.hooks.append(gradwire.hsdp(model, mesh_2d(ranks, 2), units=list(model.layers), replicas="int8"))  # type: ignore[arg-type,union-attr]
+    with pytest.raises(gradwire.RegisterError, match=r"instead of gradwire.hsdp call fully_shard with the 2-D mesh"):
+        AlternatingSharded(model, ShardedClock(8, lambda *unused: None), None)
+
+
+@sharded_models
 @on_ranks(2)
 def test_an_emulated_link_slows_down_what_fsdp2_sends_itself(ranks: Ranks) -> None:
     link, model = TimelessLink(Link(10e6)), deep(ranks)
@@ -149,3 +183,25 @@ def test_the_table_has_both_directions() -> None:
     told = result.as_dict()
     assert told["gathers_s"] == pytest.approx(0.03)
     assert told["without_reductions"]["median_s"] == 0.05
+
+
+def test_the_table_of_a_model_with_replicas_has_three_parts() -> None:
+    times = {"with_s": 0.1, "without_s": 0.02, "without_gathers_s": 0.09, "without_replicas_s": 0.05}
+    result = Headroom(ranks=4, link=None, wanted_steps=80, **{name: (value,) * 20 for name, value in times.items()})
+    assert result.is_replicated
+    assert result.parts_s() == pytest.approx({"reductions": 0.02, "gathers": 0.01, "replicas": 0.05})
+    text = to_text(result)
+    assert [line.strip().partition("  ")[0] for line in text.splitlines()][2:10] == [
+        "with communication",
+        "without gathers",
+        "without replicas",
+        "without communication",
+        "exposed communication",
+        "reductions of gradients",
+        "gathers of parameters",
+        "averages across replicas",
+    ]
+    told = result.as_dict()
+    assert told["replicas_s"] == pytest.approx(0.05)
+    assert told["without_replicas"]["median_s"] == 0.05
+    assert "without_reductions" not in told

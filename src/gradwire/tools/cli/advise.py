@@ -37,6 +37,7 @@ from gradwire.tools.report.page import advice_to_html
 from gradwire.tools.report.write import check_page, check_writable, save
 
 HEADS = ("hook", "predicted ms", "measured ms", "speed-up", "MB sent", "error", "")
+REPLICA_HEADS = ("replicas", *HEADS[1:4], "MB across", *HEADS[5:])
 SHARDED_HEADS = ("hook/gather", *HEADS[1:4], "MB grads + params", *HEADS[5:])
 DESCRIPTION = """\
 Measure the headroom, predict the step time of every hook, measure the most promising hooks and their error on the
@@ -195,6 +196,7 @@ def hooks_text(advice: Advice) -> str:
     exact = next(row for row in advice.rows if row.hook == BASELINE)
     ordered = sorted(advice.rows, key=lambda row: (row.measured_s is None, row.measured_s or row.predicted_s))
     heads = HEADS if exact.gather_bytes is None else SHARDED_HEADS
+    heads = REPLICA_HEADS if advice.headroom.is_replicated else heads
     return text_table([heads, *(_cells(row, exact, advice) for row in ordered)], right=range(1, 6))
 
 

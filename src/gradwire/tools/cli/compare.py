@@ -27,6 +27,7 @@ gradwire compare --hooks exact int4 sign --steps 100                            
 gradwire compare --hooks exact int4 powersgd:rank=8 --steps 300 --nproc 2 train.py --epochs 1
 gradwire compare --hooks exact int4 --steps 300 --link 100mbit --nproc 2 train.py     loss over seconds on that link
 gradwire compare --hooks exact int2 --metric val_loss --nproc 2 train.py              a value of gradwire.log
+gradwire compare --hooks exact int8/bf16 int8/int8 --steps 300 --nproc 2 fsdp2.py     a script with fully_shard
 gradwire compare --variant "adamw=" --variant "lion=--optimizer lion" --steps 500 --nproc 2 train.py
 """
 STEPS = 300
@@ -42,7 +43,8 @@ def add(verbs: Any, line: str) -> None:
         nargs="+",
         default=[],
         metavar="SPEC",
-        help="hooks to compare, the reference first; plain is DDP without a hook",
+        help="hooks to compare, the reference first; plain is DDP without a hook, and int8/bf16 a hook and a gather of "
+        "a model with fully_shard",
     )
     option(
         "--variant",

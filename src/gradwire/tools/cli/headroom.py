@@ -20,7 +20,7 @@ DESCRIPTION = """\
 Time the steps of a training, in turns with and without communication, and report whether a hook could make it faster.
 The training is not changed: in a step that is timed without communication, the gradients are averaged after the clock
 has stopped. For models with fully_shard (FSDP2), the gathers of parameters and the reductions of gradients are timed
-separately.
+separately, and with a 2-D mesh (HSDP) the averages across replicas too.
 """
 EXAMPLES = """\
 gradwire headroom                                      the built-in GPT on 2 local ranks
@@ -73,8 +73,7 @@ def to_text(result: Headroom) -> str:
     rows = [
         ("step time of the slowest rank", "median ms", "quartiles"),
         ("with communication", *_times(result.with_s)),
-        *([("without reductions", *_times(result.without_reductions_s))] if result.is_sharded else []),
-        *([("without gathers", *_times(result.without_gathers_s))] if result.is_sharded else []),
+        *((name, *_times(times_s)) for name, times_s in _kinds(result).items() if times_s),
         ("without communication", *_times(result.without_s)),
         ("exposed communication", f"{result.exposed_s * 1e3:.2f}", f"{result.exposed:.1%} of a step ({interval})"),
         *_parts(result),
@@ -84,16 +83,27 @@ def to_text(result: Headroom) -> str:
     return "\n".join([title, text_table(rows, right={1}), textwrap.fill(result.verdict(), WIDTH)])
 
 
+def _kinds(result: Headroom) -> dict[str, tuple[float, ...]]:
+    """The steps of a model with `fully_shard` that are timed without a part of its communication."""
+    return {
+        "without reductions": result.without_reductions_s,
+        "without gathers": result.without_gathers_s,
+        "without replicas": result.without_replicas_s,
+    }
+
+
+PARTS = {
+    "reductions": "  reductions of gradients",
+    "gathers": "  gathers of parameters",
+    "replicas": "  averages across replicas",
+}
+
+
 def _parts(result: Headroom) -> list[tuple[str, str, str]]:
     """Of a model with `fully_shard`: what each direction takes."""
-    if not result.is_sharded:
-        return []
     step_s = statistics.median(result.with_s)
-    found = {
-        "  reductions of gradients": result.exposed_part_s(result.without_reductions_s),
-        "  gathers of parameters": result.exposed_part_s(result.without_gathers_s),
-    }
-    return [(name, f"{part_s * 1e3:.2f}", f"{part_s / step_s:.1%} of a step") for name, part_s in found.items()]
+    found = result.parts_s() if result.is_sharded else {}
+    return [(PARTS[name], f"{part_s * 1e3:.2f}", f"{part_s / step_s:.1%} of a step") for name, part_s in found.items()]
 
 
 def _times(times_s: tuple[float, ...]) -> tuple[str, str]:

@@ -35,6 +35,7 @@ from gradwire.tools.launch.script import Script
 from gradwire.tools.launch.supervise import RunFailed
 from gradwire.tools.measure.headroom import STEPS, Headroom, built_in, headroom
 from gradwire.tools.measure.survey import ALWAYS, MOST_STEPS, TYPICAL_STEPS, Survey
+from gradwire.tools.measure.survey_replicas import REPLICAS, ReplicaSurvey, attach_to_native, has_replicas
 from gradwire.tools.measure.survey_sharded import GATHERS, ShardedSurvey, changes_weights, layouts_of
 from gradwire.tools.measure.uncertainty import MODEL_ERROR
 from gradwire.tools.records.recommend import BASELINE, PAYS, Option, Recommendation, recommend
@@ -97,6 +98,8 @@ class Advice:
         """By the rule of `recommend`, from the hooks that were measured."""
         measured = [row for row in self.rows if row.measured_s is not None or row.hook == BASELINE]
         made = recommend([self._option(row) for row in measured], ceiling=self.headroom.ceiling)
+        if self.headroom.is_replicated:
+            return replace(made, reason=made.reason + _REPLICAS_TEXT, model="model", replicas=True)
         if self.headroom.is_sharded:
             return replace(made, reason=made.reason + _weights_text(made.hook), model="model")
         return replace(made, reason=made.reason + self._buckets_text())
@@ -128,18 +131,19 @@ class Advice:
         return {**answer, **limits, "headroom": self.headroom.as_dict(), "hooks": rows}
 
     def promising(self, most: int = 3) -> list[Row]:
-        """The hooks with an error above `max_error` that are worth a comparison, the most exact ones first.
+        """The hooks that are excluded but worth a comparison, the most exact ones first.
 
-        Each is predicted to be at least PAYS times as fast as all hooks with a smaller error, the pick included. Taking
-        the fastest instead would compare the coarsest ones, and miss a hook between them and the pick that does no
-        harm. Whether they harm the training only a comparison can tell, and that takes no pairs of hooks yet.
+        Their error is above `max_error`, or they change the weights that the model computes with. Each is predicted to
+        be at least PAYS times as fast as all hooks with a smaller error, the pick included. Taking the fastest instead
+        would compare the coarsest ones, and miss a hook between them and the pick that does no harm. Whether they harm
+        the training only a comparison can tell, and that takes no replicas.
         """
-        if not self.headroom.is_network_bound or self.headroom.is_sharded:
+        if not self.headroom.is_network_bound or self.headroom.is_replicated:
             return []
-        best_s = min(row.predicted_s for row in self.rows if row.error <= self.max_error or row.hook == self.pick)
+        best_s = min(row.predicted_s for row in self.rows if not self._option(row).excluded or row.hook == self.pick)
         found = []
         for row in sorted(self.rows, key=lambda row: row.error):
-            if row.error > self.max_error and PAYS * row.predicted_s <= best_s:
+            if self._option(row).excluded and PAYS * row.predicted_s <= best_s:
                 found.append(row)
                 best_s = row.predicted_s
         return found[:most]
@@ -159,7 +163,8 @@ class Advice:
 
     def _gather_text(self, row: Row) -> str:
         """Why a hook of a model with `fully_shard` must not be recommended."""
-        wrong = self.headroom.is_sharded and not self.any_gather and changes_weights(row.hook)
+        pairs = self.headroom.is_sharded and not self.headroom.is_replicated
+        wrong = pairs and not self.any_gather and changes_weights(row.hook)
         return (
             "it changes the weights that the model computes with: compare the loss before you use it" if wrong else ""
         )
@@ -192,7 +197,7 @@ def advise(
     Args:
         script: What to run; by default the built-in GPT on 2 ranks.
         hooks: The specs to choose from; by default all registered hooks. For models with `fully_shard` also pairs of
-            a spec and a gather, such as `int8/bf16`.
+            a spec and a gather, such as `int8/bf16`. For models with replicas (HSDP): how these are averaged.
         max_error: The largest error of the mean, relative to the mean, that a recommended hook may have.
         steps: The number of steps to time for the headroom.
         link: A link to emulate, such as `1gbit,latency=1ms`.
@@ -310,23 +315,43 @@ def survey_first(model: nn.Module, plan: RunPlan) -> None:
 def _survey_sharded(model: nn.Module, plan: RunPlan) -> None:
     """The same for a model with `fully_shard`."""
     link, progress, job = plan.job["link"], plan.new_note("progress"), plan.job
-    named = job["hooks"] or [pair_name(spec, gather) for spec in HOOKS for gather in gathers_of(model, GATHERS)]
-    names = list(dict.fromkeys([BASELINE, *(pair_name(*split_pair(name)) for name in named)]))
-    units = layouts_of(model)
+    units, replicated = layouts_of(model), has_replicas(model)
+    names = [] if replicated else _pair_names(model, job["hooks"])
+    settings = _replica_settings(job["hooks"], job["max_error"]) if replicated else Auto(max_error=job["max_error"])
     with emulate(link) if link else nullcontext():
-        hook = attach_sharded(model, Exact(), Exact())
+        hook = attach_to_native(model) if replicated else attach_sharded(model, Exact(), Exact())
 
     def publish(result: dict[str, Any]) -> None:
-        if hook.rank == 0:
+        if hook.rank == 0 and (hook.replicas is None or hook.replicas.rank == 0):
             params = sum(shard.whole.numel() for unit in units for shard in unit.shards)
             plan.write(plan.new_note("survey"), {**result, "params": params, "bucket_mb": None})
 
     def count(steps: int) -> None:
         plan.write(progress, {"steps": steps})
 
-    settings = Auto(max_error=job["max_error"], recheck=1 << 60)
-    how: dict[str, Any] = {"compute": job["compute"], "link": link, "publish": publish, "count": count}
-    hook.pilot = ShardedSurvey(hook, settings, names=names, units=units, **how)
+    settings = replace(settings, recheck=1 << 60)
+    how: dict[str, Any] = {"compute": job["compute"], "link": link, "publish": publish, "count": count, "units": units}
+    survey = ReplicaSurvey(hook, settings, **how) if replicated else ShardedSurvey(hook, settings, names=names, **how)
+    hook.pilot = survey
+
+
+def _pair_names(model: nn.Module, hooks: Sequence[str]) -> list[str]:
+    """The pairs to try on a model with `fully_shard`."""
+    named = hooks or [pair_name(spec, gather) for spec in HOOKS for gather in gathers_of(model, GATHERS)]
+    return list(dict.fromkeys([BASELINE, *(pair_name(*split_pair(name)) for name in named)]))
+
+
+def _replica_settings(hooks: Sequence[str], max_error: float) -> Auto:
+    """The specs to try across the replicas of a model."""
+    if paired := [hook for hook in hooks if "/" in hook]:
+        raise SpecError(
+            f"for a model with replicas (HSDP) a hook is how these are averaged: write {paired[0].partition('/')[0]}, "
+            f"not {paired[0]}"
+        )
+    return Auto(hooks=tuple(map(NestedSpec, dict.fromkeys([*ALWAYS, *(hooks or REPLICAS)]))), max_error=max_error)
+
+
+_REPLICAS_TEXT = " Inside a replica gradients are reduced and parameters gathered exactly, as FSDP2 does it."
 
 
 def _weights_text(hook: str | None) -> str:

@@ -82,6 +82,8 @@ class Clock:
 
     def __init__(self, steps: int, publish: Publish) -> None:
         self.communicates = True
+        self.more_groups: tuple[dist.ProcessGroup, ...] = ()
+        """Further groups of ranks that are timed together, such as replicas."""
         self._steps, self._publish = -(-steps // len(ORDER)) * len(ORDER), publish
         self._lead: object = None
         self._begun = 0
@@ -150,7 +152,8 @@ class Clock:
             latest = torch.tensor(took, dtype=torch.float64, device=device)
             sent = latest.detach()
             self._sent[:] = [weakref.ref(sent)]
-            dist.all_reduce(sent, dist.ReduceOp.MAX, group=group)
+            for each in (group, *self.more_groups):
+                dist.all_reduce(sent, dist.ReduceOp.MAX, group=each)
             del sent
             self._times += latest.tolist()
             passes = sorted(self._passes, key=lambda each: each.backward_s)

@@ -5,6 +5,9 @@ block, so it is enough to stop the clock: in a step *without* gathers every gath
 taken off. So every step trains on the same gradients and parameters, bit for bit. A step lasts from the first gather of
 one forward pass to the first gather of the forward pass after the next reduction.
 
+With FSDP2's own HSDP (a 2-D mesh), gradients are averaged across replicas after their reduction, which blocks too. Its
+time is that from the end of the reduction to FSDP2's all-reduce hook, which is called next.
+
 Steps without any communication give a timeline as well: what is requested when, on a clock that stands still during
 collectives. The cost model predicts other hooks from it.
 """
@@ -30,9 +33,16 @@ from gradwire.models.sharded_checks import check_units, units_of
 from gradwire.tools.launch.link import EmulatedLink
 from gradwire.tools.measure.alternate import ORDER, Clock
 
-GATHERS, REDUCTIONS = "gathers", "reductions"
+GATHERS, REDUCTIONS, REPLICAS = "gathers", "reductions", "replicas"
 KINDS = (frozenset[str](), frozenset({REDUCTIONS}), frozenset({GATHERS}), frozenset({GATHERS, REDUCTIONS}))
 """What a step of each kind is timed without."""
+REPLICA_KINDS = (
+    frozenset[str](),
+    frozenset({REPLICAS}),
+    frozenset({GATHERS}),
+    frozenset({GATHERS, REDUCTIONS, REPLICAS}),
+)
+"""The same for a model with replicas. All its collectives block, so that reductions take what is left."""
 PLACES = ((0, 1, 3, 2), (1, 2, 0, 3), (2, 3, 1, 0), (3, 0, 2, 1))
 """The kinds of the steps of four rounds: each kind is in each place once, and before each other kind once."""
 
@@ -101,6 +111,7 @@ class ShardedClock(Clock):
 
     def __init__(self, steps: int, publish: Callable[[list[float], Timeline | None], None]) -> None:
         super().__init__(steps, lambda times, _: publish(times, typical(self._timelines)))
+        self.kinds = KINDS
         self._left_out = KINDS[0]
         self._events: list[Event] | None = None
         self._off_s = 0.0
@@ -112,8 +123,8 @@ class ShardedClock(Clock):
             self._timelines.append(Timeline(self._elapsed_s(), tuple(self._events)))
 
     def _start(self, at: int | None) -> None:
-        self._left_out = KINDS[0] if at is None else KINDS[kind_of(at)]
-        self._events, self._off_s = ([] if self._left_out == KINDS[-1] else None), 0.0
+        self._left_out = self.kinds[0] if at is None else self.kinds[kind_of(at)]
+        self._events, self._off_s = ([] if self._left_out == self.kinds[-1] else None), 0.0
 
     def run(self, model: object, direction: str, what: str, unit: int, collective: Callable[[], Any]) -> Any:
         """Run a collective of a model, and stop the clock meanwhile if this step is timed without it."""
@@ -123,11 +134,16 @@ class ShardedClock(Clock):
         if direction in self._left_out:
             if isinstance(result, dist.Work):  # requested in advance by the script: it must not end while time counts
                 result.wait()
-            ended = perf_counter()
+            self._note(model, Event(what, unit, at_s, self.took(direction, began)))
+        return result
+
+    def took(self, direction: str, began: float) -> float:
+        """A collective has blocked since then: do not count it if this step is timed without it. Its time."""
+        ended = perf_counter()
+        if direction in self._left_out:
             self.stopped(began, ended)
             self._off_s += ended - began
-            self._note(model, Event(what, unit, at_s, ended - began))
-        return result
+        return ended - began
 
     def note(self, model: object, what: str, unit: int) -> None:
         """Something else happens."""
@@ -147,17 +163,34 @@ class AlternatingSharded:
 
     def __init__(self, model: nn.Module, clock: ShardedClock, link: EmulatedLink | None) -> None:
         units = units_of(model)
-        check_units(units)
+        _check_free(units)
+        check_units(units, native=True)
+        mesh = units[0].replica_mesh
         self.group, self._device, self._clock, self._link = units[0].shard_group, units[0].device, clock, link
+        self.across: dist.ProcessGroup | None = None if mesh is None else mesh.get_group(0)
         if self._device.type != "cpu":
             raise RegisterError(
                 f"headroom and advise time models with fully_shard on the CPU only, where its collectives block, and "
-                f"this one is on {self._device.type!r}; compare step times under gradwire.register there"
+                f"this one is on {self._device.type!r}. There, compare the step times of gradwire.register(model, "
+                "spec) with those of plain FSDP2; gradwire simulate predicts them from the time of a step on one rank"
             )
+        if self.across is not None:
+            clock.kinds, clock.more_groups = REPLICA_KINDS, (self.across,)
         self._sums = backend_name(self.group, self._device) == "gloo"
-        self._has_reduced, self._ends_at = True, NO_BACKWARD
+        self._has_reduced, self._ends_at, self._reduced_at = True, NO_BACKWARD, 0.0
+        self._average = self.average  # one object, by which the units' hook can be recognised
         for index, unit in enumerate(units):
             self._place(index, unit)
+
+    @property
+    def rank(self) -> int:
+        """This rank among all that train the model."""
+        return self.group.rank() + (0 if self.across is None else self.across.rank() * self.group.size())
+
+    @property
+    def ranks(self) -> int:
+        """All ranks that train the model."""
+        return self.group.size() * (1 if self.across is None else self.across.size())
 
     def _place(self, index: int, unit: Unit) -> None:
         own_gather, own_scatter, _ = unit.comms
@@ -171,14 +204,26 @@ class AlternatingSharded:
 
         def scatter(output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any) -> None:
             self._reduces()
-            late = unit.uses_result_late(unit.names, output_tensor.dtype, op) and backward_id() != NO_BACKWARD
+            late = unit.uses_result_late(unit.names, output_tensor.dtype, self._average)
             sent = (1 + self._sums) * input_tensor.nbytes * (group.size() - 1) / group.size()
             how = "all_reduce" if self._sums else "all_to_all"
             plain = self._held(how, sent, lambda: own_scatter(output_tensor, input_tensor, group, op))
-            self._clock.run(self, REDUCTIONS, "reduce_late" if late else "reduce", index, plain)
+            what = "reduce_late" if late and backward_id() != NO_BACKWARD else "reduce"
+            self._clock.run(self, REDUCTIONS, what, index, plain)
+            self._reduced_at = perf_counter()
 
         unit.module.set_custom_all_gather(Gather(gather, own_gather))
         unit.module.set_custom_reduce_scatter(Scatter(scatter, own_scatter))
+        if self.across is not None:
+            unit.module.set_all_reduce_hook(self._average)
+
+    def average(self, reduced: Tensor) -> None:
+        """FSDP2 has just averaged a unit's gradients across the replicas."""
+        assert self.across is not None
+        if self._link is not None:
+            size, spent_s = self.across.size(), perf_counter() - self._reduced_at
+            self._link.hold("all_reduce", size, 2 * reduced.nbytes * (size - 1) / size, spent_s)
+        self._clock.took(REPLICAS, self._reduced_at)
 
     def _begin(self) -> None:
         if self._has_reduced and backward_id() == NO_BACKWARD:
@@ -197,9 +242,9 @@ class AlternatingSharded:
         self._clock.note(self, "need", index)
 
     def _held(self, collective: str, sent_bytes: float, plain: Callable[[], Any]) -> Callable[[], Any]:
-        """The collective at the speed of the emulated link."""
+        """The collective at the speed of the emulated link. With replicas, that is the one between them."""
         link = self._link
-        if link is None:
+        if link is None or self.across is not None:
             return plain
 
         def run() -> Any:
@@ -209,3 +254,12 @@ class AlternatingSharded:
             return result
 
         return run
+
+
+def _check_free(units: Sequence[Unit]) -> None:
+    """RegisterError if the script itself has registered a hook of gradwire."""
+    if any(type(comm).__module__.startswith("gradwire.") for unit in units for comm in unit.comms):
+        raise RegisterError(
+            "headroom and advise time a training without gradwire, but the script has given this model a hook; remove "
+            "gradwire.register from it, and instead of gradwire.hsdp call fully_shard with the 2-D mesh"
+        )

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from gradwire.auto.settings import auto
+from gradwire.auto.sharded import pair_name, split_pair
 from gradwire.errors import SpecError
 from gradwire.exchanges import exchange
 from gradwire.tools.launch.forked import ForkServer
@@ -59,10 +60,15 @@ class Entry:
     """A spec, or PLAIN: gradwire registers nothing."""
     args: tuple[str, ...] = ()
     """More arguments of the script."""
+    gather: str | None = None
+    """For models with `fully_shard`: how parameters are gathered, if the hook is one of a pair such as int8/bf16."""
 
     @classmethod
     def of_hook(cls, spec: str) -> Entry:
-        """A hook. SpecError if there is no such hook."""
+        """A hook, or a pair of a hook and a gather. SpecError if there is no such hook."""
+        if "/" in spec:
+            hook, gather = split_pair(spec)
+            return cls(pair_name(hook, gather), hook, gather=gather)
         hook = PLAIN if spec == PLAIN else str(auto(spec) or exchange(spec))
         return cls(hook, hook)
 
@@ -77,7 +83,7 @@ class Entry:
                 "'lion-int4=@int4 --optimizer lion'"
             )
         if words and words[0].startswith("@"):
-            return cls(name.strip(), cls.of_hook(words[0][1:]).hook, tuple(words[1:]))
+            return replace(cls.of_hook(words[0][1:]), name=name.strip(), args=tuple(words[1:]))
         return cls(name.strip(), PLAIN, tuple(words))
 
 
@@ -110,6 +116,8 @@ class Plan:
             raise SpecError(f"seeds must be different numbers from 0 on, got {list(self.seeds)}")
         if self.link is not None and any(entry == Entry(PLAIN, PLAIN) for entry in self.entries):
             raise SpecError("--link slows down hooks only, and plain has none; take exact, which sends the same bytes")
+        if self.gather is not None and (paired := [entry.name for entry in self.entries if entry.gather is not None]):
+            raise SpecError(f"{paired[0]} says how parameters are gathered, and so does --gather: leave out --gather")
         if is_rank(self.nproc, self.torchrun):
             raise SpecError("compare starts the script many times, so a launcher must not start it; use --nproc N")
         if any(option.startswith("--nnodes") and option != "--nnodes=1" for option in self.torchrun):
@@ -194,7 +202,7 @@ class _Todo:
         elif entry == reference:
             _check_trained(self._curves[key])
         if key in self._curves and not self._curves[key].failed:
-            self._check_pair(self._curves[key], self._curves[reference.name, seed])
+            self._check_pair(entry, self._curves[key], self._curves[reference.name, seed])
 
     def _measure(self, entry: Entry, seed: int, steps: int | None, doing: str = "") -> Curve:
         def show(part: float, text: str) -> None:
@@ -213,11 +221,12 @@ class _Todo:
         for other in same:
             check_seeds(curve, other)
 
-    def _check_pair(self, curve: Curve, reference: Curve) -> None:
-        """The first losses of a seed must be the same."""
+    def _check_pair(self, entry: Entry, curve: Curve, reference: Curve) -> None:
+        """The first losses of a seed must be the same, unless they are computed with gathered parameters."""
         if curve.ranks != reference.ranks:
             raise RunFailed(f"{curve.name} ran on {curve.ranks} ranks and {reference.name} on {reference.ranks}")
-        if self._plan.gather is None and not curve.args and not _close(curve.first, reference.first):
+        gathers = {self._plan.gather, entry.gather, self._plan.reference.gather}
+        if gathers <= {None, "exact"} and not curve.args and not _close(curve.first, reference.first):
             raise RunFailed(
                 f"the first loss with seed {curve.seed} is {_texts(curve.first)} with {curve.name} and "
                 f"{_texts(reference.first)} with {reference.name}, though nothing has been averaged by then: the data "
@@ -286,7 +295,7 @@ def run_once(
         "hook": entry.hook,
         "steps": steps,
         "link": conditions.link,
-        "gather": conditions.gather,
+        "gather": entry.gather or conditions.gather,
         "metric": conditions.metric,
     }
     target, start = "gradwire.tools.measure.losses:hooked", "gradwire.tools.measure.losses:start"

@@ -62,6 +62,9 @@ class Headroom:
     """For models with `fully_shard`: steps whose parameters are gathered in no time."""
     without_reductions_s: tuple[float, ...] = ()
     """The same for the reductions of gradients."""
+    without_replicas_s: tuple[float, ...] = ()
+    """For models with replicas (HSDP): steps whose gradients are averaged across replicas in no time. Then there are
+    none without reductions."""
     timeline: Timeline | None = None
     """For models with `fully_shard`: the median step without communication, on rank 0."""
 
@@ -69,6 +72,20 @@ class Headroom:
     def is_sharded(self) -> bool:
         """Whether it is a model with `fully_shard`, whose gathers and reductions are timed separately."""
         return bool(self.without_gathers_s)
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether it is a model with replicas (HSDP), whose averages across replicas are timed separately too."""
+        return bool(self.without_replicas_s)
+
+    def parts_s(self) -> dict[str, float]:
+        """For models with `fully_shard`: how many seconds each direction adds to a step."""
+        timed = {"reductions": self.without_reductions_s, "gathers": self.without_gathers_s}
+        timed["replicas"] = self.without_replicas_s
+        found = {name: self.exposed_part_s(times_s) for name, times_s in timed.items() if times_s}
+        if self.is_replicated:  # all collectives block, so reductions take what is left
+            found = {"reductions": max(self.exposed_part_s(self.without_s) - sum(found.values()), 0.0), **found}
+        return found
 
     def exposed_part_s(self, without_s: Sequence[float]) -> float:
         """How many seconds longer a step is than one that is timed without a part of its communication."""
@@ -142,8 +159,9 @@ class Headroom:
 
     def _parts_dict(self) -> dict[str, Any]:
         parts = {"gathers": self.without_gathers_s, "reductions": self.without_reductions_s}
-        steps = {f"without_{name}": _summary(times_s) for name, times_s in parts.items()}
-        return {**steps, **{f"{name}_s": self.exposed_part_s(times_s) for name, times_s in parts.items()}}
+        parts["replicas"] = self.without_replicas_s
+        steps = {f"without_{name}": _summary(times_s) for name, times_s in parts.items() if times_s}
+        return {**steps, **{f"{name}_s": part_s for name, part_s in self.parts_s().items()}}
 
     def _parts(self) -> list[float]:
         return [1 - without_s / with_s for with_s, without_s in self.rounds()]
@@ -263,15 +281,15 @@ def _timed_sharded(model: nn.Module, plan: RunPlan) -> None:
     note, link = plan.new_note("times"), plan.job["link"]
 
     def publish(times: list[float], timeline: Timeline | None) -> None:
-        content = {"rank": group.rank(), "ranks": group.size(), "times": times, "sharded": True, "timeline": timeline}
-        plan.write(note, content)
+        content = {"rank": model_ranks.rank, "ranks": model_ranks.ranks, "times": times, "timeline": timeline}
+        plan.write(note, {**content, "sharded": True, "replicated": model_ranks.across is not None})
 
     clock = _clocks.setdefault(plan.folder, ShardedClock(plan.job["steps"], publish))
     if not isinstance(clock, ShardedClock):
         raise RegisterError("the script trains both a DDP model and a model with fully_shard; headroom times one kind")
     emulated = None if link is None else EmulatedLink(Link.parse(link))
-    group = AlternatingSharded(model, clock, emulated).group
-    if group.size() == 1:
+    model_ranks = AlternatingSharded(model, clock, emulated)
+    if model_ranks.ranks == 1:
         raise RegisterError(f"the model is sharded over one rank: {ONE_RANK}")
     publish([], None)
 
@@ -308,7 +326,7 @@ def _result(plan: RunPlan) -> Headroom | None:
         raise RunFailed(f"the script trained too few steps for a result: let it train at least {need}")
     setting = {"ranks": ranks, "link": plan.job["link"], "wanted_steps": plan.job["steps"]}
     if "sharded" in first:
-        return _sharded_result(times, first["timeline"], setting)
+        return _sharded_result(times, first, setting)
     kinds = [communicates(at) for at in range(len(times))]
     return Headroom(
         with_s=tuple(time_s for time_s, kind in zip(times, kinds, strict=True) if kind),
@@ -318,13 +336,14 @@ def _result(plan: RunPlan) -> Headroom | None:
     )
 
 
-def _sharded_result(times: Sequence[float], timeline: Any, setting: dict[str, Any]) -> Headroom:
+def _sharded_result(times: Sequence[float], note: dict[str, Any], setting: dict[str, Any]) -> Headroom:
     kinds: list[list[float]] = [[] for _ in KINDS]
     for at, time_s in enumerate(times):
         kinds[kind_of(at)].append(time_s)
-    names = ("with_s", "without_reductions_s", "without_gathers_s", "without_s")
+    second = "without_replicas_s" if note["replicated"] else "without_reductions_s"
+    names = ("with_s", second, "without_gathers_s", "without_s")
     by_name: dict[str, Any] = {name: tuple(kind) for name, kind in zip(names, kinds, strict=True)}
-    return Headroom(timeline=Timeline.from_json(timeline), **by_name, **setting)
+    return Headroom(timeline=Timeline.from_json(note["timeline"]), **by_name, **setting)
 
 
 def _summary(times_s: Sequence[float]) -> dict[str, Any]:

@@ -57,12 +57,16 @@ class Recommendation:
     """One or more whole sentences."""
     model: str = "ddp_model"
     """What the model is called in `code`."""
+    replicas: bool = False
+    """Whether the hook averages across the replicas of a model (HSDP)."""
 
     @property
     def code(self) -> str:
         """The line to add to a program; empty if there is none."""
         if self.hook is None:
             return ""
+        if self.replicas:
+            return f'gradwire.hsdp({self.model}, mesh, units=units, replicas="{self.hook}")  # instead of fully_shard'
         spec, _, gather = self.hook.partition("/")  # a pair, for a model with fully_shard
         arguments = f'"{spec}", gather="{gather}"' if gather else f'"{spec}"'
         return f"gradwire.register({self.model}, {arguments})"
