@@ -201,9 +201,7 @@ def show(args: argparse.Namespace) -> None:
     close = sum(abs(error) <= CLOSE for error in off) / len(off)
     worst = max(off, key=abs)
     left_out = sum(others > DISTURBED for _, others in cells)
-    print(
-        f"\n{left_out} of {len(cells)} cells do not count, as other programs used more than {DISTURBED:.0%} of the machine"
-    )
+    print(f"\n{left_out} of {len(cells)} cells do not count: others used more than {DISTURBED:.0%} of the machine")
     print(f"{len(off)} predictions: {close:.0%} within {CLOSE:.0%}, the worst {worst:+.0%}")
     sys.exit(close < MOST or abs(worst) > FAR)
 
