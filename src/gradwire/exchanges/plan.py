@@ -184,7 +184,11 @@ def sum_part_(codec: Codec, flat: Tensor, part: Part, wires: Tensor, alpha: floa
     for piece in part.pieces:
         codec.sum_(_values(flat, piece), wires.narrow(1, piece.at, piece.wire_bytes), alpha)
     if part.exempt:
-        _spread_(flat, part, _total([_travelled(wire, part) for wire in wires], alpha), False)
+        scaled = _all_travelled(wires, part) * alpha
+        total = scaled[0]
+        for rank in range(1, len(scaled)):
+            total.add_(scaled[rank])
+        _spread_(flat, part, total, False)
 
 
 def reduce_part(codec: Codec, flat: Tensor, part: Part, wires: Tensor, own: int, alpha: float, wire: Tensor) -> None:
@@ -224,7 +228,8 @@ def _wire(wire: Tensor, piece: Piece) -> Tensor:
 def _exempt(flat: Tensor, part: Part) -> Tensor | None:
     if not part.exempt:
         return None
-    return torch.cat([flat.narrow(0, start, numel) for start, numel in part.exempt]).float()
+    values = [flat.narrow(0, start, numel) for start, numel in part.exempt]
+    return (values[0] if len(values) == 1 else torch.cat(values)).float()
 
 
 def _exempt_total(flat: Tensor, part: Part, wires: Tensor, own: int, alpha: float) -> Tensor | None:
@@ -244,6 +249,10 @@ def _total(values: Sequence[Tensor], alpha: float) -> Tensor:
 
 def _travelled(wire: Tensor, part: Part) -> Tensor:
     return wire.narrow(0, part.exempt_at, 4 * part.exempt_numel).view(torch.float32)
+
+
+def _all_travelled(wires: Tensor, part: Part) -> Tensor:
+    return wires.narrow(1, part.exempt_at, 4 * part.exempt_numel).view(torch.float32)
 
 
 def _put(wire: Tensor, part: Part, values: Tensor | None) -> None:

@@ -24,13 +24,14 @@ def largest(v: Any, at: Any, count: int) -> Any:
 
 
 @inline
-def tree_sum(v: Any, count: int) -> Any:
-    """The sum of the first `count` values (a power of two), halves on halves. Overwrites them."""
-    for step in range(1, 13):
+def tree_sum(v: Any, at: Any, count: int) -> Any:
+    """The sum of `count` values (a power of two, at least 4) from `at` on, halves on halves. Overwrites them."""
+    for step in range(1, 11):
         half = count >> step  # a constant, once the loop is unrolled: each addition is then a vector's
-        for i in range(half):
-            v[U64(i)] += v[U64(i + half)]
-    return v[0]
+        if half >= 4:
+            for i in range(half):
+                v[at + U64(i)] += v[at + U64(i + half)]
+    return (v[at] + v[at + U64(2)]) + (v[at + U64(1)] + v[at + U64(3)])
 
 
 @inline

@@ -20,12 +20,17 @@ def present_in(there: int, j: int, block: int, group: int) -> Any:
 
 
 @inline
-def rms(v: Any, at: Any, count: int, present: int, factor: Any, work: Any) -> Any:
-    """Root of the mean square of the values that are present, times `factor`."""
-    for i in range(count):
-        a = v[at + U64(i)] * factor
-        work[U64(i)] = a * a
-    return np.sqrt(tree_sum(work, count) * F32(1.0 / present))
+def mean_squares(means, v, at, width, there, block, group, factor, work):
+    """For each block, the mean square of the values that are present, times `factor`."""
+    half, blocks = block // 2, width // block
+    for j in range(blocks):
+        low, to = at + U64(j * block), U64(j * half)
+        high = low + U64(half)
+        for i in range(half):  # with the first step of the sum
+            a, b = v[low + U64(i)] * factor, v[high + U64(i)] * factor
+            work[to + U64(i)] = a * a + b * b
+    for j in range(blocks):  # apart from the loop before, so that the processor can work on several at once
+        means[U64(j)] = tree_sum(work, U64(j * half), half) * F32(1.0 / present_in(there, j, block, group))
 
 
 @inline
@@ -41,10 +46,26 @@ def scale_of(byte: int, base: int) -> Any:
 
 
 @inline
-def polynomial(x: Any, c: Any) -> Any:
-    """Odd, of degree seven: a codebook, or its inverse."""
+def polynomial(x: Any, c: Any, terms: int) -> Any:
+    """Odd, of degree seven: a codebook, or its inverse. From `terms` on the coefficients are 0."""
     z = x * x
+    if terms == 1:
+        return c[0] * x
+    if terms == 2:
+        return (z * c[1] + c[0]) * x
+    if terms == 3:
+        return ((z * c[2] + c[1]) * z + c[0]) * x
     return (((z * c[3] + c[2]) * z + c[1]) * z + c[0]) * x
+
+
+@inline
+def terms_of(c: Any) -> int:
+    """The number of coefficients before the zeros at the end; a constant, if they are."""
+    if c[3] != F32(0.0):
+        return 4
+    if c[2] != F32(0.0):
+        return 3
+    return 2 if c[1] != F32(0.0) else 1
 
 
 @inline
@@ -56,7 +77,7 @@ def nearest(q, to, v, at, count, inverse, bits, encoder, clamped):
         if clamped:
             u = _REACH if u > _REACH else u
             u = -_REACH if u < -_REACH else u
-        fine = bits_of(polynomial(u, encoder) + magic)
+        fine = bits_of(polynomial(u, encoder, terms_of(encoder)) + magic)
         q[to + U64(i)] = U8(U32(U32(fine >> U32(8)) & mask))
 
 
@@ -66,11 +87,11 @@ def dithered(q, to, v, at, count, inverse, bits, encoder, decoder, seed, positio
     last, middle = F32((1 << bits) - 2), F32((1 << (bits - 1)) - 0.5)
     for i in range(count):
         u = v[at + U64(i)] * inverse
-        below = _clamped(np.floor(polynomial(u, encoder) + middle), last)
-        low, high = polynomial(below - middle, decoder), polynomial(below + F32(1.0) - middle, decoder)
+        below = _clamped(np.floor(polynomial(u, encoder, terms_of(encoder)) + middle), last)
+        low, high = _level(below - middle, decoder), _level(below + F32(1.0) - middle, decoder)
         below = below - (F32(1.0) if u < low else F32(0.0)) + (F32(1.0) if u > high else F32(0.0))
         below = _clamped(below, last)
-        low, high = polynomial(below - middle, decoder), polynomial(below + F32(1.0) - middle, decoder)
+        low, high = _level(below - middle, decoder), _level(below + F32(1.0) - middle, decoder)
         up = uniform(position + i, seed) < (u - low) / (high - low)
         q[to + U64(i)] = U8(np.int32(below) + np.int32(up))
 
@@ -82,14 +103,25 @@ def _clamped(code: Any, last: Any) -> Any:
 
 
 @inline
-def fitted_scale(q, to, v, at, count, present, factor, work, bits, decoder):
-    """The scale that leaves the least error for these codes."""
-    middle = F32((1 << (bits - 1)) - 0.5)
-    for i in range(count):
-        level = polynomial(F32(np.int32(q[to + U64(i)])) - middle, decoder)
-        work[U64(i)] = abs(v[at + U64(i)] * factor) * abs(level)
-    product = tree_sum(work, count)
-    for i in range(count):
-        level = polynomial(F32(np.int32(q[to + U64(i)])) - middle, decoder)
-        work[U64(i)] = level * level if i < present else F32(0.0)
-    return product / tree_sum(work, count)
+def fitted_scales(scales, q, v, at, width, there, block, group, factor, work, bits, decoder):
+    """For each block, the scale that leaves the least error for its codes."""
+    half, blocks, middle = block // 2, width // block, F32((1 << (bits - 1)) - 0.5)
+    for j in range(blocks):
+        low, codes, to = at + U64(j * block), U64(j * block), U64(j * half)
+        high, more, squares = low + U64(half), codes + U64(half), to + U64(blocks * half)
+        present = present_in(there, j, block, group)
+        for i in range(half):
+            a = abs(_level(F32(np.int32(q[codes + U64(i)])) - middle, decoder))
+            b = abs(_level(F32(np.int32(q[more + U64(i)])) - middle, decoder))
+            work[to + U64(i)] = abs(v[low + U64(i)] * factor) * a + abs(v[high + U64(i)] * factor) * b
+            a = a if i < present else F32(0.0)
+            b = b if i + half < present else F32(0.0)
+            work[squares + U64(i)] = a * a + b * b
+    for j in range(blocks):
+        to = U64(j * half)
+        scales[U64(j)] = tree_sum(work, to, half) / tree_sum(work, to + U64(blocks * half), half)
+
+
+@inline
+def _level(t: Any, decoder: Any) -> Any:
+    return polynomial(t, decoder, terms_of(decoder))

@@ -4,7 +4,6 @@ import functools
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from gradwire.kernels.memory import rows_of
@@ -28,8 +27,7 @@ def decode_(out: Tensor, wire: Tensor, block: int, alpha: float, add: bool) -> T
 def sum_(out: Tensor, wires: Tensor, block: int, alpha: float, add: bool = False) -> Tensor:
     """`out = alpha * values` of the first wire, `+= alpha * values` of every other, in one pass over `out`."""
     codes, stride, count = rows_of(wires)
-    scales = rows_of(wires.view(torch.float32))[0]
-    _kernels(block)[1](out.numpy(), codes.view(np.int8), scales, stride, count, F32(alpha), add)
+    _kernels(block)[1](out.numpy(), codes.view(np.int8), codes.view(F32), stride, count, F32(alpha), add)
     return out
 
 
@@ -38,9 +36,9 @@ def reduce_(
 ) -> Tensor:
     """Encode `alpha * own`, `+= alpha * values` of every wire but one: no pass over memory for the sum."""
     codes, stride, count = rows_of(wires)
-    others = codes.view(np.int8), rows_of(wires.view(torch.float32))[0], stride, count
-    parts = wire.numpy(), wire.view(torch.float32).numpy()
-    _kernels(block)[0](*parts, own.numpy(), *others, skip, F32(alpha), stochastic, U32(seed & 0xFFFF_FFFF))
+    others, here = (codes.view(np.int8), codes.view(F32), stride, count), wire.numpy()
+    how = F32(alpha), stochastic, U32(seed & 0xFFFF_FFFF)
+    _kernels(block)[0](here, here.view(F32), own.numpy(), *others, skip, *how)
     return wire
 
 

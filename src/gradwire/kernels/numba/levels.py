@@ -16,13 +16,13 @@ from gradwire.kernels.numba.blocks import (
     NEAREST,
     UP,
     dithered,
-    fitted_scale,
+    fitted_scales,
+    mean_squares,
     nearest,
     polynomial,
-    present_in,
-    rms,
     scale_byte,
     scale_of,
+    terms_of,
 )
 from gradwire.kernels.numba.hadamard import rotate
 from gradwire.kernels.numba.llvm import float_of, inline, jit
@@ -154,10 +154,12 @@ def _encode_tile(wire, v, at, width, there, t, tiles, blocks, x, work, q, tops, 
         rotate(x, width, group, False)
         _tops(tops, x, U64(0), width, block)
         factor = F32(1.0)
+    if widest > F32(0.0):
+        mean_squares(inverses, v, at, width, there, block, group, factor, work)
     for j in range(width // block):  # apart from the next loop, so that the processor can work on several at once
         wanted = float_of(tops[j]) * factor
         if widest > F32(0.0):
-            wanted = rms(v, at + U64(j * block), block, present_in(there, j, block, group), factor, work) * widest
+            wanted = np.sqrt(inverses[j]) * widest
         elif stochastic:
             wanted = wanted * inverse_top
         byte = scale_byte(wanted, base, UP if stochastic else NEAREST)
@@ -170,10 +172,11 @@ def _encode_tile(wire, v, at, width, there, t, tiles, blocks, x, work, q, tops, 
             dithered(q, to, v, begin, block, inverses[j], bits, encoder, decoder, seed, t * 16 * block + j * block)
         else:
             nearest(q, to, v, begin, block, inverses[j], bits, encoder, widest > F32(0.0))
-        if fit and tops[j]:
-            present = present_in(there, j, block, group)
-            fitted = fitted_scale(q, to, v, begin, block, present, factor, work, bits, decoder)
-            wire[scales + U64(j)] = scale_byte(fitted, base, NEAREST)
+    if fit:
+        fitted_scales(inverses, q, v, at, width, there, block, group, factor, work, bits, decoder)
+        for j in range(width // block):
+            if tops[j]:
+                wire[scales + U64(j)] = scale_byte(inverses[j], base, NEAREST)
     pack(wire, _codes_at(t, tiles, blocks, g), q, width, bits)
 
 
@@ -193,16 +196,18 @@ def _decode_tile(out, at, width, wires, row, t, tiles, q, x, work, alpha, add, g
     bits, block, group, base, decoder = g[0], g[1], g[2], g[3], g[9]
     exponent = wires[row + U64(t)]
     binade = float_of(U32(U32(exponent) << U32(23))) if exponent != 255 else F32(np.nan)
-    middle = F32((1 << (bits - 1)) - 0.5)
+    middle, terms = F32((1 << (bits - 1)) - 0.5), terms_of(decoder)
+    m = F32(1.0) if group else binade * alpha
+    if terms < 4 and not abs(m) < F32(np.inf):
+        m = F32(np.nan)  # what the terms that are left out would come to
     for j in range(width // block):
         byte = np.int64(wires[row + U64(tiles + 16 * t + j)])
         s = F32(0.0) if byte == 255 else scale_of(byte, base)
-        m = F32(1.0) if group else binade * alpha
         c = decoder[0] * s * m, decoder[1] * s * m, decoder[2] * s * m, decoder[3] * s * m
         to = U64(j * block)
         for k in range(block):
             i = to + U64(k)
-            value = polynomial(F32(np.int32(q[i])) - middle, c)
+            value = polynomial(F32(np.int32(q[i])) - middle, c, terms)
             if group:
                 x[i] = value
             else:

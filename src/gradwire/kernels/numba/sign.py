@@ -69,15 +69,27 @@ def _encode_block(signs, to, v, at, block, present, work):
         for k in range(8):
             byte |= U32(U32(bits_of(v[at + U64(k * eighth + i)]) >> U32(31)) << U32(k))
         signs[to + U64(i)] = U8(byte)
-    return tree_sum(work, block // 2)
+    return tree_sum(work, U64(0), block // 2)
 
 
 @inline
 def _decode_block(out, at, signs, begin, block, scale, add):
-    eighth = block // 8
-    for k in range(8):
-        mask, to = U8(1 << k), at + U64(k * eighth)
-        for i in range(eighth):
-            sign = U32(0x8000_0000) if U8(signs[begin + U64(i)] & mask) else U32(0)
-            value = float_of(U32(scale ^ sign))
-            out[to + U64(i)] = out[to + U64(i)] + value if add else value
+    """Eight calls instead of a loop, in which LLVM vectorises badly: it takes six times as long."""
+    n = block // 8
+    _decode_part(out, at, signs, begin, n, scale, 0, add)
+    _decode_part(out, at, signs, begin, n, scale, 1, add)
+    _decode_part(out, at, signs, begin, n, scale, 2, add)
+    _decode_part(out, at, signs, begin, n, scale, 3, add)
+    _decode_part(out, at, signs, begin, n, scale, 4, add)
+    _decode_part(out, at, signs, begin, n, scale, 5, add)
+    _decode_part(out, at, signs, begin, n, scale, 6, add)
+    _decode_part(out, at, signs, begin, n, scale, 7, add)
+
+
+@inline
+def _decode_part(out, at, signs, begin, n, scale, part, add):
+    to = at + U64(part * n)
+    for i in range(n):
+        sign = U32(U32(U32(signs[begin + U64(i)]) << U32(31 - part)) & U32(0x8000_0000))
+        value = float_of(U32(scale ^ sign))
+        out[to + U64(i)] = out[to + U64(i)] + value if add else value
