@@ -7,6 +7,7 @@ that has no hook for DDP averages between backward and the optimizer, as its use
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 from abc import abstractmethod
 from collections.abc import Callable
@@ -126,15 +127,16 @@ class DeepSpeed(Peer):
     """DeepSpeed without ZeRO: `deepspeed:bf16` is its `communication_data_type`."""
 
     def make(self, module: nn.Module, job: dict[str, Any]) -> None:
-        """An engine without an optimizer averages in `backward`."""
+        """An engine averages in `backward`, which it refuses without an optimizer. That one takes no step here."""
         os.environ.update(DS_ACCELERATOR="cpu", LOCAL_RANK="0")
         import deepspeed
-        import deepspeed.comm.torch as backend
 
-        backend.build_shm_op = lambda: None  # shared memory is not there between hosts, and takes a minute to compile
+        # Shared memory is not there between hosts, and takes a minute to compile. (`deepspeed.comm.torch` is torch.)
+        importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
         deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
         settings = {"train_micro_batch_size_per_gpu": BATCH, "communication_data_type": self.option}
-        self.model, *_ = deepspeed.initialize(model=module, config=settings)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+        self.model, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)
 
     def step(self) -> None:
         """Forward, and DeepSpeed's backward."""
