@@ -142,7 +142,7 @@ def test_a_checkpoint_continues_exactly(store):
     """Without residuals, which the ranks share anew."""
 
     def run(job, spans, rank):
-        model, state = Net(seed=rank.rank), None
+        model, state = Net(), None
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         for place, span in enumerate(spans):
             training = Synchronous(
