@@ -15,9 +15,15 @@ multiprocessing.set_forkserver_preload(["gradwire.testing.preload", "tests.kit.t
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The server that ranks are forked from imports torch while pytest does, and not after it."""
+    """The server that ranks are forked from imports torch while pytest does, and not after it.
+
+    What ranks print is shown with the test that fails, as the server has the output that pytest captures.
+    """
     if "PYTEST_XDIST_WORKER" in os.environ or not config.getoption("numprocesses", None):  # else workers run the tests
+        capture = config.pluginmanager.getplugin("capturemanager")
+        capture.resume_global_capture()
         forkserver.ensure_running()
+        capture.suspend_global_capture()
 
 
 @pytest.hookimpl(trylast=True)  # when the tests that do not run are gone
