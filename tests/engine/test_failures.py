@@ -179,6 +179,7 @@ def test_a_store_that_does_not_answer_is_given_up() -> None:
         assert lanes.peer_error() == ""
         assert not lanes.cut_off
         server.send_signal(signal.SIGSTOP)
+        os.waitpid(server.pid, os.WUNTRACED)  # until all of its threads have stopped
         assert lanes.peer_error() == ""
         assert lanes.missing(0.0) == [0, 2]
         assert lanes.cut_off
