@@ -253,7 +253,7 @@ def test_a_short_run_on_the_built_in_model(tmp_path):
     assert list(rows) == ["exact", "bf16", FED, "int4"]
     assert content["headroom"]["link"] == "200mbit"
     assert content["headroom"]["is_network_bound"]  # 10 MB at 200 Mbit/s are 0.4 s
-    assert content["pick"] in ("bf16", FED)
+    assert content["pick"] in ("exact", "bf16", FED)  # whichever is fast on a busy machine, but not int4: its error
     assert [hook for hook, row in rows.items() if row["measured_s"] is None] == ["int4"]
     assert {len(row["step_s"]) for hook, row in rows.items() if hook != "int4"} == {ROUNDS * TURN_STEPS}
     assert rows["exact"]["sent_bytes"] == 4 * content["params"]
@@ -264,7 +264,8 @@ def test_a_short_run_on_the_built_in_model(tmp_path):
     assert split["wait_s"] > 0
     assert rows[FED]["split"]["encode_s"] > 0
     assert content["report"] == str(page)
-    assert f"Use {content['pick']}" in Page(page.read_text()).text["h2"]
+    title = "Do not compress" if content["pick"] == "exact" else f"Use {content['pick']}"
+    assert title in Page(page.read_text()).text["h2"]
 
 
 @pytest.mark.parametrize(
