@@ -23,6 +23,7 @@ def test_bytes_that_are_no_wire_are_refused_or_decoded() -> None:
 
 @pytest.mark.long
 @pytest.mark.thorough
+@pytest.mark.timeout(1800)  # it compiles every kernel again
 def test_no_kernel_reads_or_writes_out_of_bounds(tmp_path: Path) -> None:
     """In a process of its own, which compiles all kernels again with bounds checks."""
     checks = {"NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(tmp_path)}
