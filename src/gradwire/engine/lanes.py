@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 
 from gradwire._torch import PrefixStore, Store, sparse_parts
-from gradwire.engine.gloo import THREADS, jobs_in_flight, new_group
+from gradwire.engine.gloo import FAR_S, THREADS, jobs_in_flight, new_group
 from gradwire.errors import ExchangeError
 from gradwire.exchanges.base import Levels
 from gradwire.kernels.memory import empty
@@ -56,6 +56,8 @@ slow_link: ContextVar[Hold | None] = ContextVar("slow_link", default=None)
 POLL_S = 0.02
 SURVIVORS_S = 1.0
 """How long a rank waits for the others to say that they have failed too. Those that do not are named."""
+MOST_MESSAGES = 6
+"""How many small messages show the latency of a group."""
 STORE_S = 1.5
 """How long it waits for the store, which does not answer if this rank is cut off from the network."""
 T = TypeVar("T")
@@ -302,15 +304,21 @@ class Lanes:
         return self._connected(PrefixStore("far", store))
 
     def _latency_s(self, group: Any) -> float:
-        """The shortest time that a message of a few bytes to all ranks has taken on any rank; the same on all ranks."""
-        least, everybody = torch.full((1,), torch.inf), torch.empty(self.size)
-        for _ in range(6):  # a busy core delays some of them; the last one tells the others
+        """The shortest time that a message of a few bytes to all ranks has taken on any rank; the same on all ranks.
+
+        Each message tells how long the ones before took. A busy core delays some of them, so there are more if all were
+        slow.
+        """
+        least, everybody = torch.full((1,), torch.inf), torch.full((self.size,), torch.inf)
+        for _ in range(MOST_MESSAGES):
             began = time.perf_counter()
             group.all_gather(everybody, least).wait()
             taken_s = time.perf_counter() - began
             if self.hold is not None:
                 taken_s += self.hold("all_gather", self.size, _bytes(least) * (self.size - 1), taken_s)
             least = least.clamp(max=taken_s)
+            if everybody.min() <= FAR_S:
+                break
         return float(everybody.min())
 
     def _connected(self, store: Store, *, measure: bool = False) -> Any:
