@@ -29,7 +29,7 @@ pytestmark = sharded_models
 
 LAYERS = 6
 SLACK_BYTES = 16 << 10
-"""For values that travel in float32, such as biases, while they are put together."""
+"""Per job, for values that travel in float32, such as biases, while they are put together."""
 TIGHT = 1.5
 """The formula may give this many times as much as is used."""
 WIDE = 4
@@ -151,7 +151,7 @@ def hold_back(hook: ShardedHook, chunks: int) -> Allocations:
     def held(number: int, job: Any, comm: Any) -> None:
         last = arrived[min(number + at_once, LAYERS * chunks) - 1]
         with allocated:
-            job(HeldComm(comm, lambda: (arrived[number].set(), last.wait(30.0))))
+            job(HeldComm(comm, lambda: (arrived[number].set(), last.wait(100.0))))
 
     hook.scatter_jobs = lambda *args: [partial(held, next(numbers), job) for job in make(*args)]  # type: ignore[method-assign]
     return allocated
@@ -167,13 +167,15 @@ def test_the_formula_of_the_documentation_is_what_is_held(ranks: Ranks) -> None:
         model.zero_grad()
         moved = torch.bfloat16 if setting.policy else setting.dtype
         wanted = scatter_bound(hook, hook.exchange, moved, setting.dtype)
-        allocated = hold_back(hook, len(jobs_of(hook, hook.exchange, moved.itemsize)))
+        chunks = len(jobs_of(hook, hook.exchange, moved.itemsize))
+        slack = min(THREADS, (MOST_PENDING + 1) * chunks) * SLACK_BYTES
+        allocated = hold_back(hook, chunks)
         hook.reset_stats()
         step(model, ranks, setting, 1)
         parts = hook.stats_by_part()
         held = parts["gradients"].peak_bytes
         assert wanted / TIGHT <= held <= wanted, f"{setting}: {held} held, {wanted} by the formula"
-        assert allocated.peak_bytes <= held + SLACK_BYTES, "something is not counted"
+        assert allocated.peak_bytes <= held + slack, "something is not counted"
         held, wanted = parts["parameters"].peak_bytes, gather_bound(hook, hook.gathers, moved)
         assert wanted / TIGHT <= held <= wanted, f"{setting}: {held} held for parameters, {wanted} by the formula"
         assert hook.stats().peak_bytes == sum(part.peak_bytes for part in parts.values())
