@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from gradwire.engine import stream
+from gradwire.engine.gloo import has_ended
 from gradwire.engine.hook import Hook
+from gradwire.engine.lanes import Lane
 from gradwire.engine.stream import StreamRunner, inline_comm
 from gradwire.errors import ExchangeError, RegisterError
 from gradwire.exchanges import EXCHANGES, Exact, Exchange, exchange
@@ -340,3 +342,67 @@ def test_threads_start_when_jobs_need_them():
         return one_by_one, at_once
 
     assert thread_ranks(2, run) == [(1, 3)] * 2
+
+
+class Forgotten:
+    """Work that never ends, such as a collective whose message gloo has forgotten."""
+
+    def wait(self, within):
+        time.sleep(within.total_seconds())
+        raise RuntimeError("Operation timed out!")
+
+    def is_completed(self):
+        return False
+
+
+def test_a_collective_that_gloo_has_forgotten_ends_with_the_others():
+    """gloo forgets a message that it is about to send when the other side closes the connection."""
+    lane = Lane(group=None)
+    caught = []
+
+    def wait():
+        try:
+            lane.run(0, lambda group: Forgotten())
+        except KeyError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    lane.wait_issued(0, 30.0)
+    lane.break_(KeyError("no such thing"))
+    thread.join(30.0)
+    assert [str(error) for error in caught] == ["'no such thing'"]
+
+
+def test_a_group_that_cannot_be_dropped_yet_keeps_nobody_waiting():
+    free = threading.Event()
+
+    class Busy:
+        def shutdown(self):
+            pass
+
+        def __del__(self):
+            free.wait(60.0)
+
+    lane = Lane(Busy())
+    dropping = lane.break_(KeyError("no such thing"))
+    assert dropping.is_alive()
+    free.set()
+    dropping.join(30.0)
+    assert not dropping.is_alive()
+
+
+@pytest.mark.parametrize("completed", [False, True])
+def test_work_that_has_not_ended_in_time_is_told_from_work_that_failed(completed):
+    class Work:
+        def wait(self, *within):
+            raise RuntimeError("Operation timed out!" if within else "Connection closed by peer")
+
+        def is_completed(self):
+            return completed
+
+    if not completed:
+        assert not has_ended(Work(), 0.01)
+        return
+    with pytest.raises(RuntimeError, match="Connection closed"):
+        has_ended(Work(), 0.01)

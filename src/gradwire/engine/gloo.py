@@ -148,7 +148,19 @@ class Gloo(TorchGroup):
         other, self._tag = 1 - self._rank, (self._tag + 1) % TAGS
         received = self._group.recv([theirs], other, self._tag)
         sent = self._group.send([mine], other, self._tag)
-        return Then(received, sent.wait)
+        return Swap(received, sent.wait)
+
+
+def has_ended(work: Any, within_s: float) -> bool:
+    """Wait for the end of a collective, but not for longer. Its error is raised; False if it has not ended."""
+    try:
+        work.wait(timedelta(seconds=within_s))
+        return True
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+    work.wait()
+    return True
 
 
 class Then:
@@ -157,10 +169,26 @@ class Then:
     def __init__(self, work: Any, after: Callable[[], object]) -> None:
         self._work, self._after = work, after
 
-    def wait(self) -> None:
-        """Wait until everything is done."""
-        self._work.wait()
+    def wait(self, within: timedelta | None = None) -> None:
+        """Wait until everything is done. If the collective has not ended in time, raise RuntimeError."""
+        self._work.wait(*[within] if within else [])
         self._after()
+
+    def is_completed(self) -> bool:
+        """Whether the collective has ended."""
+        return bool(self._work.is_completed())
+
+
+class Swap(Then):
+    """A receive, and then the send beside it. A receive that does not end in time would close all connections."""
+
+    def wait(self, within: timedelta | None = None) -> None:
+        """Wait until everything is done, up to the group's time limit."""
+        super().wait()
+
+    def is_completed(self) -> bool:
+        """It always has when `wait` returns or raises."""
+        return True
 
 
 def _is_plain(tensor: Tensor) -> bool:

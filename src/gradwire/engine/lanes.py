@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 
 from gradwire._torch import PrefixStore, Store, sparse_parts
-from gradwire.engine.gloo import FAR_S, THREADS, jobs_in_flight, new_group
+from gradwire.engine.gloo import FAR_S, THREADS, has_ended, jobs_in_flight, new_group
 from gradwire.errors import ExchangeError
 from gradwire.exchanges.base import Levels
 from gradwire.kernels.memory import empty
@@ -54,6 +54,8 @@ slow_link: ContextVar[Hold | None] = ContextVar("slow_link", default=None)
 
 
 POLL_S = 0.02
+LOST_S = 1.0
+"""How often a thread that waits for a collective looks whether this rank has given up."""
 SURVIVORS_S = 1.0
 """How long a rank waits for the others to say that they have failed too. Those that do not are named."""
 MOST_MESSAGES = 6
@@ -201,8 +203,18 @@ class Lane:
         requested = time.perf_counter()
         work = self._pass(ticket, issue)
         issued = time.perf_counter()
-        work.wait()
+        self._wait_end(work)
         return issued - requested, time.perf_counter() - issued
+
+    def _wait_end(self, work: Any) -> None:
+        """Wait for the end of a collective, but not once this rank has closed its connections.
+
+        Then collectives fail at once, except for one whose message gloo was about to send when the other side closed
+        the connection: gloo forgets that message, and its collective would only end at the time limit.
+        """
+        while not has_ended(work, LOST_S):
+            if self._error is not None:
+                raise self._error
 
     def skip(self, ticket: int) -> None:
         """Let the next ticket in without a collective, once it is this one's turn; does not wait for that."""
@@ -238,15 +250,32 @@ class Lane:
         with self._lock:
             self._wait_for(ticket + 1, timeout_s)
 
-    def break_(self, error: BaseException) -> None:
-        """Raise in all threads that wait, and close the connections: collectives fail, those of the other ranks too."""
+    def break_(self, error: BaseException) -> threading.Thread:
+        """Raise in all threads that wait, and close the connections: collectives fail, those of the other ranks too.
+
+        Returns the thread that drops the group. It ends when all of the group's collectives have ended, even those that
+        gloo has forgotten.
+        """
         with self._lock:
             self._error = error
             for woken in self._waiting.values():
                 woken.notify_all()
-        group, self.group = self.group, None
-        if group is not None:
-            group.shutdown()
+        groups, self.group = [self.group], None
+        closed = threading.Event()
+        thread = threading.Thread(target=_drop, args=(groups, closed), name="gradwire-drop", daemon=True)
+        thread.start()
+        closed.wait()
+        return thread
+
+
+def _drop(groups: list[Any], closed: threading.Event) -> None:
+    """Close the connections of a group, then drop it. The list must have the only reference."""
+    try:
+        if groups[0] is not None:
+            groups[0].shutdown()
+    finally:
+        closed.set()
+        groups.clear()
 
 
 class Lanes:
@@ -266,6 +295,8 @@ class Lanes:
         self._breaking = threading.Lock()
         self.error: BaseException | None = None
         """Why this rank has closed its connections."""
+        self.dropping: list[threading.Thread] = []
+        """The threads that drop the groups of closed connections."""
         self.cut_off = False
         """Whether the store did not answer in time. Nobody asks it again."""
         self.patience_s = SURVIVORS_S
@@ -374,7 +405,7 @@ class Lanes:
             self.publish_error(f"{type(error).__name__}: {error}")
         parts = [lanes for made in self._made.values() for lanes in made]
         for lane in (*self._lanes, *(lane for lanes in parts for lane in lanes._lanes)):
-            lane.break_(error)
+            self.dropping.append(lane.break_(error))
 
     def publish_error(self, text: str) -> None:
         """Leave a message for the other ranks in the store."""

@@ -36,6 +36,9 @@ CUT_OFF = "application timeout caused pair closure"
 """gloo's message to threads that wait on a connection which the time limit of another thread has closed."""
 AT_CLOSE_S = 20
 """How long threads may take to end what is queued. Then the connections are closed, and what still waits fails."""
+DROP_S = 2
+"""How long groups may take to be dropped once their connections are closed. That takes no time, unless gloo has
+forgotten a message (see `Lane`): then it takes as long as the time limit of the group."""
 
 
 class Meter:
@@ -294,7 +297,7 @@ class LaneRunner:
         """Let queued jobs end, then stop the threads and drop the groups. Jobs that do not end in time fail."""
         if not self.stop():
             return
-        if not self.join(time.monotonic() + AT_CLOSE_S):
+        if self.lanes.error is None and not self.join(time.monotonic() + AT_CLOSE_S):
             self.lanes.break_(ExchangeError(CLOSED))
         if self.join(time.monotonic() + AT_CLOSE_S):
             has_left(self)
@@ -313,7 +316,10 @@ class LaneRunner:
         others = [thread for thread in self._threads if thread is not threading.current_thread()]
         for thread in others:
             thread.join(timeout=max(0.0, until_s - time.monotonic()))
-        return not any(thread.is_alive() for thread in others)
+        until_s = min(until_s, time.monotonic() + DROP_S)
+        for thread in self.lanes.dropping:
+            thread.join(timeout=max(0.0, until_s - time.monotonic()))
+        return not any(thread.is_alive() for thread in (*others, *self.lanes.dropping))
 
     def drop(self) -> None:
         """Drop the groups, and fail what no thread will run any more."""
