@@ -2,7 +2,7 @@
 
 A package goes into `.benchmarks/peers/<name>` without its dependencies. Those that it declares follow one by one, if
 this environment does not have them. torch is always the one of this environment: a peer that needs another one fails.
-What failed once is not tried again, unless the folder is deleted.
+What failed once is not tried again, unless it comes from elsewhere (`--source`) or the folder is deleted.
 """
 
 from __future__ import annotations
@@ -35,13 +35,15 @@ def installed(name: str, source: str) -> Path:
     """
     folder, failed = FOLDER / name, FOLDER / f"{name}.failed"
     if failed.exists():
-        raise InstallError(failed.read_text())
+        tried, _, reason = failed.read_text().partition("\n")
+        if tried == source:
+            raise InstallError(reason)
     if not folder.exists():
         FOLDER.mkdir(parents=True, exist_ok=True)
         try:
             clone(source.removeprefix("git:"), folder) if source.startswith("git:") else install(source, folder)
         except InstallError as error:
-            failed.write_text(str(error))
+            failed.write_text(f"{source}\n{error}")
             raise
     return folder
 
