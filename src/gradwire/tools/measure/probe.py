@@ -159,18 +159,19 @@ def measure(
     runner: Runner, load: Load | None, collective: str, size: int, device: torch.device = CPU
 ) -> tuple[Fit, Fit]:
     """The time of a collective over sizes, and its CPU time; the same on all ranks. Without a load: no CPU time."""
-    times, busy = {}, {}
+    times, busy, at_once = {}, {}, 0
     for row in BETWEEN_TWO.get(collective, ROWS) if size == 2 else ROWS:
         jobs = [_Job(collective, size, row.message_bytes, device) for _ in range(row.count)]
         runner.run(jobs[0])  # touches new memory, and all ranks begin together
         time_s, busy_s = _row_s(runner, load, jobs, device, in_turn=row.in_turn)
         sent_bytes = jobs[0].sent_bytes
+        busy[sent_bytes] = busy_s / row.count  # of short messages too: from long ones alone they seem expensive
         if row.in_turn:
             times[sent_bytes] = time_s / row.count
         else:
             times[sent_bytes * row.count] = time_s
-            busy[sent_bytes] = busy_s / row.count
-        if time_s > LONG_S and len(busy) > 1:
+            at_once += 1
+        if time_s > LONG_S and at_once > 1:
             break
     cpu_cost = NO_TIME if load is None else fit(list(busy), list(busy.values()))
     return fit(list(times), list(times.values())), cpu_cost
