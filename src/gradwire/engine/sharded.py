@@ -35,6 +35,7 @@ from gradwire.errors import RegisterError
 from gradwire.exchanges import Exchange, exchange
 from gradwire.exchanges.bucket import Bucket, Segment, Steps, cut
 from gradwire.exchanges.coded import Coded
+from gradwire.exchanges.feedback import finite
 from gradwire.exchanges.sharded import Shard, check_gathers, check_scatters
 
 Row = tuple[Segment, ...]
@@ -190,7 +191,7 @@ class ShardedHook(Hook):
 
     def _settle(self, out: Tensor, names: list[str]) -> None:
         """The residual has been applied, unless the sum of any rank is not finite."""
-        if self.gather(torch.isfinite(out).all().to(torch.int32).reshape(1)).all():
+        if self.gather(finite(out).to(torch.int32).reshape(1)).all():
             self._store.drop(names)
 
     # -- parameters --------------------------------------------------------------------------------------------

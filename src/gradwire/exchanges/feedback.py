@@ -30,7 +30,7 @@ def fed_back(flat: Tensor, residual: Tensor | None) -> Iterator[Tensor]:
     if work is not flat:
         flat.copy_(work)
     if flat.device.type != "cpu":  # where the host must not wait for the answer
-        torch.where(torch.isfinite(flat).all(), residual, before, out=residual).nan_to_num_(0.0, 0.0, 0.0)
+        torch.where(finite(flat), residual, before, out=residual).nan_to_num_(0.0, 0.0, 0.0)
         return
     if not all_finite(flat):
         residual.copy_(before)
@@ -44,6 +44,13 @@ def healed_(residual: Tensor) -> Tensor:
         log.warning("%d values that error feedback had kept were inf or NaN; they are zero from now on", bad)
         residual.nan_to_num_(0.0, 0.0, 0.0)
     return residual
+
+
+def finite(values: Tensor) -> Tensor:
+    """Whether there is neither inf nor NaN, as a tensor on their device. The host does not wait; nothing is copied."""
+    if values.numel() == 0:
+        return torch.ones((), dtype=torch.bool, device=values.device)
+    return torch.stack(torch.aminmax(values)).isfinite().all()  # NaN is both the least and the largest
 
 
 def all_finite(values: Tensor) -> bool:

@@ -23,7 +23,7 @@ from gradwire.exchanges.base import Comm, Exchange
 from gradwire.exchanges.bucket import Bucket, Segment
 from gradwire.exchanges.coded import Coded
 from gradwire.exchanges.exact import Exact, Noop
-from gradwire.exchanges.feedback import widens
+from gradwire.exchanges.feedback import finite, widens
 from gradwire.exchanges.plan import (
     Part,
     WirePlan,
@@ -133,9 +133,9 @@ def scatter_(
     """
     work = None if residual is None else residual.clone()
     sent = encode_rows(coded, rows, out, bucket, comm, alpha, work)
-    finite = add_arrived_(coded, sent, out, bucket, comm, alpha)
-    if residual is not None and work is not None and finite is not None:
-        residual.copy_(torch.where(finite, work, residual))
+    is_finite = add_arrived_(coded, sent, out, bucket, comm, alpha)
+    if residual is not None and work is not None and is_finite is not None:
+        residual.copy_(torch.where(is_finite, work, residual))
 
 
 class Sent(NamedTuple):
@@ -198,9 +198,9 @@ def add_arrived_(coded: Coded, sent: Sent, out: Tensor, bucket: Bucket, comm: Co
     _keep_lost_(coded.codec, work, part, wires, comm.rank)
     if work is not residual:
         residual.copy_(work)
-    finite = comm.all_gather(torch.isfinite(out).all().to(torch.int32).reshape(1))  # a rank has seen its own sum only
+    seen = comm.all_gather(finite(out).to(torch.int32).reshape(1))  # a rank has seen its own sum only
     residual.nan_to_num_(0.0, 0.0, 0.0)  # inf would stay for ever
-    return finite.all()
+    return seen.all()
 
 
 def _keep_lost_(codec: Codec, work: Tensor, part: Part, wires: Tensor, own: int) -> None:
