@@ -40,7 +40,7 @@ def step(model: Any) -> None:
 
 @on_ranks(2, 3, 4, specs=("exact", "int8", "powersgd:rank=1,sides=one"))
 def test_sockets_threads_and_bytes_follow_their_formulas(ranks: Ranks) -> None:
-    """A lane connects to every other rank once and listens on one socket; nothing else depends on the ranks."""
+    """A lane connects to every other rank twice, gloo listens on one socket, and nothing else depends on the ranks."""
     buckets = 12
     model = ranks.wrap(layers(buckets), bucket_cap_mb=WIDTH * WIDTH * 4 / 2**20)
     before = sockets(), workers()
@@ -48,7 +48,7 @@ def test_sockets_threads_and_bytes_follow_their_formulas(ranks: Ranks) -> None:
     step(model)
     hook.reset_stats()
     step(model)
-    assert sockets() - before[0] == hook.exchange.lanes * ranks.size
+    assert sockets() - before[0] == hook.exchange.lanes * (2 * ranks.size - 1)
     assert 0 < workers() - before[1] <= hook.runner.in_flight
     share = 2 * (ranks.size - 1) / ranks.size
     values = buckets * WIDTH * WIDTH

@@ -137,8 +137,7 @@ def scatter_bound(hook: ShardedHook, coded: Any, reduced: torch.dtype, result: t
 def gather_bound(hook: ShardedHook, coded: Any, gathered: torch.dtype) -> int:
     """The formula for parameters. Nothing is prefetched in these tests: one message at a time."""
     jobs = jobs_of(hook, coded, gathered.itemsize)
-    copies = 1 if hook.size == 2 else 2
-    each = [copies * job.wires + (WIDE * job.tensor if gathered.itemsize < WIDE else 0) for job in jobs]
+    each = [job.wires + (WIDE * job.tensor if gathered.itemsize < WIDE else 0) for job in jobs]
     return min(THREADS, len(jobs)) * max(each)
 
 

@@ -1,14 +1,8 @@
-"""Gloo: the collectives of a gloo group by faster ways than torch's own.
-
-gloo's all-to-all sends directly from the caller's memory and receives directly into it. Its all-gather is a ring with
-memory of its own and a copy at the end, and its all-reduce goes round the ring twice. Between two processes of one
-host these three take 0.7, 0.7 and 2.8 ms for 1 kB and 0.7, 3.1 and 2.7 ms for 256 kB, with CPU times in the same ratio.
-"""
+"""Gloo: groups for lanes, with more collectives at a time than torch's own, and connections that can be closed."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -17,7 +11,6 @@ from torch import Tensor
 
 from gradwire._torch import Store
 from gradwire._torch.distributed import all_gather_base, new_gloo
-from gradwire.kernels.memory import empty
 
 THREADS = 8
 """The number of jobs in flight, and of collectives that a lane works on at once. On many ranks each waits for the last
@@ -29,26 +22,8 @@ FAR_S, FAR_THREADS = 0.02, 64
 many round trips as one chunk takes, for up to so many chunks. On shorter latencies
 it stays at eight, which take less memory."""
 
-SMALL_BYTES = 1 << 18
-"""Between two ranks, sums of up to this size are gathered and added by each rank: the same bytes, less waiting."""
-
-LARGE_BYTES = 3 << 17
-"""Between two ranks, each side of a gather above this size announces that it is ready to receive before it sends.
-gloo's all-to-all sends first: the announcement of the later rank waits behind its own message, so the two directions
-do not overlap (6% of a step at 100 Mbit/s). Shorter gathers use the all-to-all, which takes less CPU time."""
-
 TAGS = 1 << 30
 BRIEF = timedelta(milliseconds=1)
-SHORT_SUM, LONG_GATHER = "small_all_reduce", "large_all_gather"
-
-
-def way(collective: str, size: int, sent_bytes: float) -> str:
-    """The name under which the cost of a collective is measured: some take another way depending on their size."""
-    if collective == "all_reduce" and size == 2 and sent_bytes <= SMALL_BYTES:
-        return SHORT_SUM
-    if collective == "all_gather" and size == 2 and sent_bytes > LARGE_BYTES:
-        return LONG_GATHER
-    return collective
 
 
 def jobs_in_flight(latency_s: float) -> int:
@@ -91,32 +66,14 @@ class TorchGroup:
 
 
 class Gloo(TorchGroup):
-    """The collectives of a gloo group, by faster ways where there is one."""
+    """A gloo group outside of `torch.distributed`'s list of groups, whose connections can be closed."""
 
     def __init__(self, group: Any, devices: int = 1) -> None:
         super().__init__(group)
         self._rank, self._size, self._devices = self.rank(), self.size(), devices
-        self._tag = 0
 
-    def all_reduce(self, tensor: Tensor) -> Any:
-        """Sum, in place."""
-        if self._size != 2 or not _is_plain(tensor) or tensor.numel() * tensor.element_size() > SMALL_BYTES:
-            return super().all_reduce(tensor)
-        other = empty(tensor.shape, tensor.dtype, tensor.device)
-        work = self._swap(_as_bytes(other), _as_bytes(tensor))
-        return Then(work, lambda: tensor.add_(other))
-
-    def all_gather(self, out: Tensor, tensor: Tensor) -> Any:
-        """(n,) on each rank -> (size * n,)."""
-        if not _is_plain(tensor):
-            return super().all_gather(out, tensor)
-        rows, mine = _as_bytes(out).view(self._size, -1), _as_bytes(tensor)
-        if self._size == 2:
-            if rows[self._rank].data_ptr() != mine.data_ptr():
-                rows[self._rank].copy_(mine)
-            swap = self._swap if mine.numel() <= LARGE_BYTES else self._swap_at_once
-            return swap(rows[1 - self._rank], mine)
-        return self._group.alltoall_base(rows, empty(rows.shape, rows.dtype, rows.device).copy_(mine), [], [])
+    def close(self) -> None:
+        """No collective is under way, and none will come: the group closes its connections when it is dropped."""
 
     def shutdown(self) -> None:
         """Close the connections: collectives under way fail at once, here and on the other ranks.
@@ -137,63 +94,3 @@ class Gloo(TorchGroup):
         except RuntimeError as error:
             return "timed out" in str(error).lower()
         return False
-
-    def _swap(self, theirs: Tensor, mine: Tensor) -> Any:
-        """Between two ranks: an all-to-all in which no rank sends to itself."""
-        sizes = [mine.numel(), 0] if self._rank else [0, mine.numel()]
-        return self._group.alltoall_base(theirs, mine, sizes, sizes)
-
-    def _swap_at_once(self, theirs: Tensor, mine: Tensor) -> Any:
-        """The same, but ready to receive before anything is sent. All ranks count the same calls, so the tags match."""
-        other, self._tag = 1 - self._rank, (self._tag + 1) % TAGS
-        received = self._group.recv([theirs], other, self._tag)
-        sent = self._group.send([mine], other, self._tag)
-        return Swap(received, sent.wait)
-
-
-def has_ended(work: Any, within_s: float) -> bool:
-    """Wait for the end of a collective, but not for longer. Its error is raised; False if it has not ended."""
-    try:
-        work.wait(timedelta(seconds=within_s))
-        return True
-    except RuntimeError:
-        if not work.is_completed():
-            return False
-    work.wait()
-    return True
-
-
-class Then:
-    """Work that continues after its collective has ended."""
-
-    def __init__(self, work: Any, after: Callable[[], object]) -> None:
-        self._work, self._after = work, after
-
-    def wait(self, within: timedelta | None = None) -> None:
-        """Wait until everything is done. If the collective has not ended in time, raise RuntimeError."""
-        self._work.wait(*[within] if within else [])
-        self._after()
-
-    def is_completed(self) -> bool:
-        """Whether the collective has ended."""
-        return bool(self._work.is_completed())
-
-
-class Swap(Then):
-    """A receive, and then the send beside it. A receive that does not end in time would close all connections."""
-
-    def wait(self, within: timedelta | None = None) -> None:
-        """Wait until everything is done, up to the group's time limit."""
-        super().wait()
-
-    def is_completed(self) -> bool:
-        """It always has when `wait` returns or raises."""
-        return True
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu" and not tensor.is_sparse and tensor.is_contiguous() and tensor.numel() > 0
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(-1).view(torch.uint8)

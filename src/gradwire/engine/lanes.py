@@ -25,7 +25,8 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 
 from gradwire._torch import PrefixStore, Store, sparse_parts
-from gradwire.engine.gloo import FAR_S, THREADS, has_ended, jobs_in_flight, new_group
+from gradwire.engine.gloo import FAR_S, THREADS, jobs_in_flight, new_group
+from gradwire.engine.links import Door
 from gradwire.errors import ExchangeError
 from gradwire.exchanges.base import Levels
 from gradwire.kernels.memory import empty
@@ -190,6 +191,11 @@ class Lane:
         self._lock = threading.Lock()
         self._waiting: dict[int, threading.Condition] = {}
         """Waiting threads by the turn that they wait for, so that a turn wakes only the threads it concerns."""
+
+    def close(self) -> None:
+        """No collective is under way, and none will come."""
+        if self.group is not None:
+            self.group.close()
 
     def begin_at(self, ticket: int) -> None:
         """Set the next ticket to be let in; no thread may be waiting."""
@@ -359,8 +365,11 @@ class Lanes:
             who = ", ".join(map(str, left))
             raise ExchangeError(f"rank {self.rank} comes too late: rank {who} did not wait for it, or has failed")
         try:
-            store.set(f"here/{self.rank}", "")
-            group = new_group(store, self.rank, self.size, self._timeout, self.in_flight)
+            with Door(store, self.rank, self.size) as door:
+                store.set(f"here/{self.rank}", "")
+                group = new_group(store, self.rank, self.size, self._timeout, self.in_flight)
+                if self.size > 1:
+                    group = door.linked(group, self._timeout)
             if measure and self.size > 1:
                 self.in_flight = jobs_in_flight(self._latency_s(group))
             return group
@@ -453,6 +462,11 @@ class Lanes:
 
     def close(self) -> None:
         """Drop the groups. Jobs must have ended."""
+        for lane in self._lanes:
+            lane.close()
+        for levels in self._made.values():
+            for lanes in levels:
+                lanes.close()
         self._lanes.clear()
         self._made.clear()
         self._levels = ()
@@ -467,3 +481,15 @@ def _bytes(tensor: Tensor) -> int:
     if tensor.is_sparse:
         return sum(map(_bytes, sparse_parts(tensor)))
     return tensor.numel() * tensor.element_size()
+
+
+def has_ended(work: Any, within_s: float) -> bool:
+    """Wait for the end of a collective, but not for longer. Its error is raised; False if it has not ended."""
+    try:
+        work.wait(timedelta(seconds=within_s))
+        return True
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+    work.wait()
+    return True

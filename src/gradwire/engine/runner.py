@@ -21,6 +21,7 @@ from torch.futures import Future
 from gradwire._torch import is_profiled
 from gradwire.engine.lanes import Lanes, Traffic, profiled
 from gradwire.engine.leaving import has_left, leave_at_exit
+from gradwire.engine.links import LostConnection
 from gradwire.engine.stats import Stats
 from gradwire.errors import CLOSED, ExchangeError
 from gradwire.exchanges.base import Comm, Levels
@@ -428,7 +429,9 @@ class LaneRunner:
 
 def _is_lost_connection(error: BaseException) -> bool:
     text = str(error).lower()
-    return isinstance(error, RuntimeError) and ("gloo" in text or CUT_OFF in text)
+    return isinstance(error, LostConnection) or (
+        isinstance(error, RuntimeError) and ("gloo" in text or CUT_OFF in text)
+    )
 
 
 def _forget_frames(error: BaseException) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from gradwire.advisor import Link, emulate
 from gradwire.codecs import CODECS, Int8
-from gradwire.engine.gloo import LARGE_BYTES, LONG_GATHER, SHORT_SUM, SMALL_BYTES, way
+from gradwire.engine.links import SHORT_SUM, SMALL_BYTES, way
 from gradwire.errors import SpecError
 from gradwire.testing import thread_ranks
 from gradwire.tools.cli import main
@@ -92,15 +92,14 @@ def test_costs_scale_with_the_hops():
     assert found.cost_s("all_gather", 5, 1e6) == (pytest.approx(4e-3), pytest.approx(1.0))
 
 
-def test_small_sums_and_large_gathers_between_two_ranks_have_lines_of_their_own():
-    fits = {"all_reduce": Fit(3e-3, 1e6, 1.0), SHORT_SUM: Fit(1e-3, 2e6, 1.0), LONG_GATHER: Fit(2e-3, 1e6, 1.0)}
-    assert way("all_gather", 2, LARGE_BYTES) == way("all_gather", 3, LARGE_BYTES + 1) == "all_gather"
+def test_small_sums_between_two_ranks_have_a_line_of_their_own():
+    fits = {"all_reduce": Fit(3e-3, 1e6, 1.0), SHORT_SUM: Fit(1e-3, 2e6, 1.0)}
+    assert way("all_gather", 2, SMALL_BYTES) == "all_gather"
     found = Probe(size=2, fits=fits, cpu_cost={}, speeds={}, hosts=("a", "b"))
     assert found.cost_s("all_reduce", 2, SMALL_BYTES) == (1e-3, SMALL_BYTES / 2e6)
     assert found.cost_s("all_reduce", 2, SMALL_BYTES + 1) == (3e-3, (SMALL_BYTES + 1) / 1e6)
     assert found.cost_s("all_reduce", 4, 1000) == pytest.approx((9e-3, 1e-3))
     assert _cpu_cost_s(Send(0.0, "all_reduce", 2, 1000), fits) == fits[SHORT_SUM].seconds(1000)
-    assert _cpu_cost_s(Send(0.0, "all_gather", 2, 1e6), fits) == fits[LONG_GATHER].seconds(1e6)
 
 
 def test_one_rank_has_nothing_to_measure():
@@ -120,7 +119,7 @@ def test_the_command_line_measures_between_processes(capfd, forked_ranks):
     printed = capfd.readouterr().out
     found = json.loads(printed)
     assert found["size"] == 2
-    assert found["fits"].keys() == {*HOPS, SHORT_SUM, LONG_GATHER}
+    assert found["fits"].keys() == {*HOPS, SHORT_SUM}
     assert found["cpu_cost"].keys() == found["fits"].keys()
     infinite = {
         name: {key: math.inf if value is None else value for key, value in fit.items()}

@@ -27,7 +27,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Protocol
 
-from gradwire.engine.gloo import THREADS, jobs_in_flight, way
+from gradwire.engine.gloo import THREADS, jobs_in_flight
+from gradwire.engine.links import way
 from gradwire.errors import SpecError
 from gradwire.exchanges import Exchange
 from gradwire.tools.measure.compute import Compute

@@ -29,9 +29,9 @@ from gradwire._torch.distributed import store_of
 from gradwire.codecs import CODECS, Codec
 from gradwire.engine.agreement import gather_texts
 from gradwire.engine.events import now, seconds
-from gradwire.engine.gloo import LONG_GATHER, SHORT_SUM, way
 from gradwire.engine.hook import Hook
 from gradwire.engine.lanes import GroupComm, Lanes
+from gradwire.engine.links import SHORT_SUM, way
 from gradwire.engine.runner import LaneRunner, Runner
 from gradwire.errors import SpecError
 from gradwire.exchanges import Exact
@@ -67,10 +67,8 @@ class Row:
 ROWS = (Row(1 << 10, 16, True), Row(1 << 13, 16, True), Row(1 << 18, 4), Row(3 << 18, 5), Row(3 << 18, 11))
 SHORT_ROWS = (Row(1 << 10, 16, True), Row(1 << 13, 16, True), Row(1 << 16, 8), Row(1 << 18, 4))
 LONG_ROWS = (Row(3 << 17, 4, True), Row(3 << 18, 4, True), Row(1 << 20, 4), Row(1 << 22, 2))
-GATHER_ROWS = (*ROWS[:3], Row(3 << 17, 5), Row(3 << 17, 11))
-LARGE_ROWS = (Row(1 << 19, 4, True), Row(1 << 20, 4), Row(1 << 21, 3))
-BETWEEN_TWO = {"all_reduce": LONG_ROWS, SHORT_SUM: SHORT_ROWS, "all_gather": GATHER_ROWS, LONG_GATHER: LARGE_ROWS}
-"""Between two ranks some collectives have two algorithms (`gloo.way`), and one line would fit neither."""
+BETWEEN_TWO = {"all_reduce": LONG_ROWS, SHORT_SUM: SHORT_ROWS}
+"""Between two ranks sums have two algorithms (`links.way`), and one line would fit neither."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +87,7 @@ class Probe:
 
     size: int
     fits: Mapping[str, Fit]
-    """By collective, and between two ranks by `gloo.way`."""
+    """By collective, and between two ranks by `links.way`."""
     cpu_cost: Mapping[str, Fit]
     """For the same keys: the CPU time that a rank loses that computes meanwhile, as a mean over the ranks."""
     speeds: Mapping[str, Speed]
@@ -135,13 +133,13 @@ def probe(hook: Hook, *, pairs: bool | None = None, report: Report = lambda part
         raise SpecError("probe: there is nothing to measure between 1 rank; start at least 2")
     fits, cpu_cost, load = {}, {}, _load().calibrate() if hook.device.type == "cpu" else None
     for index, collective in enumerate({**HOPS, **BETWEEN_TWO} if hook.size == 2 else HOPS):
-        report(index / 7, f"timing {collective}")
+        report(index / 6, f"timing {collective}")
         fits[collective], cpu_cost[collective] = measure(hook.runner, load, collective, hook.size, hook.device)
     hosts: list[str] = []
     hook.run(lambda comm: hosts.extend(gather_texts(comm, socket.gethostname(), hook.device)))
-    report(5 / 7, "timing codecs")
+    report(4 / 6, "timing codecs")
     speeds = {name: codec_speed(codec(), device=hook.device) for name, codec in CODECS.items()}
-    report(6 / 7, "timing pairs of ranks")
+    report(5 / 6, "timing pairs of ranks")
     wanted = len(set(hosts)) > 1 if pairs is None else pairs
     found = _measure_pairs(hook) if wanted else {}
     return Probe(size=hook.size, fits=fits, cpu_cost=cpu_cost, speeds=speeds, hosts=tuple(hosts), pairs=found)
@@ -217,7 +215,7 @@ class _Job:
     """A collective on a tensor of its own, in which each rank sends about `sent_bytes`."""
 
     def __init__(self, collective: str, size: int, sent_bytes: int, device: torch.device) -> None:
-        collective = collective.removeprefix("small_").removeprefix("large_")
+        collective = collective.removeprefix("small_")
         self._name = collective + ("_" if collective == "all_reduce" else "")
         self._tensor = _message(collective, size, sent_bytes, device)
         self.sent_bytes = 0.0
