@@ -313,10 +313,58 @@ def test_the_address_is_that_of_the_interface_or_of_the_host(monkeypatch: pytest
     with pytest.raises(OSError, match=r"No such device"):
         own_address()
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    monkeypatch.setattr(module.socket, "gethostname", lambda: "no-such-host.invalid")
-    assert own_address() == (socket.AF_INET, "127.0.0.1")
+    for name in ("no-such-host.invalid", "a" * 64):
+        monkeypatch.setattr(module.socket, "gethostname", lambda name=name: name)
+        assert own_address() == (socket.AF_INET, "127.0.0.1")
     monkeypatch.setattr(module.socket, "gethostname", lambda: "localhost")
     assert own_address()[1] in ("127.0.0.1", "::1")
+
+
+def test_where_gloo_encrypts_there_are_no_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_DEVICE_TRANSPORT", "TCP_TLS")
+    with Door(HashStore(), 0, 2) as door:
+        assert door._server is None
+
+
+def test_a_hello_in_parts_is_understood() -> None:
+    with Door(HashStore(), 0, 2) as door:
+        address = door._server.getsockname()  # type: ignore[union-attr]
+        with socket.create_connection(address) as caller:
+            caller.sendall(door._token[:5])
+            timer = threading.Timer(0.1, caller.sendall, [door._token[5:] + (1).to_bytes(4, "big")])
+            timer.start()
+            sockets: dict[int, socket.socket] = {}
+            door._connect({1: None}, sockets, 10.0)
+            timer.join()
+        assert sockets.keys() == {1}
+        sockets[1].close()
+
+
+def test_an_error_that_is_not_of_the_connection_closes_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What follows on the connection is the rest of a row, and not what the next collective waits for."""
+
+    def run(rank: Rank) -> None:
+        _runner, ours = lane_of(rank)
+        if rank.rank == 0:
+            monkeypatch.setattr(ours.links, "_receive", lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                gathered(ours, torch.zeros(10))
+        with pytest.raises(LostConnection):
+            gathered(ours, torch.zeros(LONG, dtype=torch.uint8))
+
+    thread_ranks(2, run)
+
+
+def test_two_nan_have_one_sum_on_both_ranks() -> None:
+    def run(rank: Rank) -> int:
+        runner, ours = lane_of(rank)
+        nan = torch.tensor([0x7FC00001 + rank.rank], dtype=torch.int32).view(torch.float32)
+        total = int(summed(ours, nan).view(torch.int32))
+        runner.close()
+        return total
+
+    one, other = thread_ranks(2, run)
+    assert one == other
 
 
 def test_time_limits_are_those_of_the_group() -> None:

@@ -194,8 +194,9 @@ class Lane:
 
     def close(self) -> None:
         """No collective is under way, and none will come."""
-        if self.group is not None:
-            self.group.close()
+        group = self.group
+        if group is not None:
+            group.close()
 
     def begin_at(self, ticket: int) -> None:
         """Set the next ticket to be let in; no thread may be waiting."""

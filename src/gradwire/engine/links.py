@@ -5,8 +5,8 @@ polls while another one holds the lock of its connection, and each hand-over cos
 and receives by itself:
 
 1. It sends what the connections take at once. A thread of the lane sends the rest, in the order of the collectives.
-2. It receives in its turn, straight into its tensor, and sleeps until all bytes are there. Turns come in the order of
-   the collectives, so a connection carries neither tags nor sizes: both ranks know them.
+2. It receives in its turn, straight into its tensor. Turns come in the order of the collectives, so a connection
+   carries neither tags nor sizes: both ranks know them.
 3. In step s of a collective a rank sends to the rank s places ahead, and receives from the rank s places behind. The
    first transfer that is open, in the order of collectives and steps, can always go on. So there is no deadlock,
    however little the connections hold.
@@ -45,15 +45,14 @@ log = logging.getLogger(__name__)
 SMALL_BYTES, SHORT_SUM = 1 << 18, "small_all_reduce"
 """Between two ranks, sums of up to this size are gathered and added by each rank: the same bytes, less waiting. The
 cost of such a sum is measured under a name of its own."""
-CONNECT_S, HELLO_S = 4.0, 2.0
+CONNECT_S, HELLO_S = 4.0, 1.0
 """How long a rank waits for the others to connect, and for a caller to say which rank it is. All ranks are there, as
 gloo has connected; one that dies in between is noticed after this time."""
-TOKEN_BYTES = 16
+TOKEN_BYTES, HELLO_BYTES = 16, 20
 GET_ADDRESS = 0x8915
 """Linux's `SIOCGIFADDR`: the address of an interface."""
 
-View = memoryview
-Pieces = list[tuple[int, View]]
+Pieces = list[tuple[int, memoryview]]
 """Bytes by rank, in the order of the steps."""
 
 
@@ -79,7 +78,8 @@ class Linked(Gloo):
             return super().all_reduce(tensor)
         other = empty(tensor.shape, tensor.dtype, tensor.device)
         swap = self.links.swap(_bytes(other).view(1, -1), _bytes(tensor).view(1, -1))
-        return Then(swap, lambda: tensor.add_(other))
+        first, second = (tensor, other) if self._rank == 0 else (other, tensor)  # of two NaN, the first one remains
+        return Then(swap, lambda: torch.add(first, second, out=tensor))
 
     def all_gather(self, out: Tensor, tensor: Tensor) -> Any:
         """(n,) on each rank -> (size * n,)."""
@@ -118,7 +118,9 @@ class Links:
         self._behind = [(rank - step) % size for step in range(1, size)]
         self._last = threading.Lock()
         """Released when everything has been received that was issued so far."""
-        self._rest: queue.Queue[tuple[Pieces, threading.Lock] | None] = queue.Queue()
+        self._rest: queue.SimpleQueue[tuple[Pieces, threading.Lock] | None] = queue.SimpleQueue()
+        self._queued = self._sent = 0
+        """How many collectives were given to the thread that sends the rest, and how many it has sent."""
         self._sender: threading.Thread | None = None
         self._error: LostConnection | None = None
         self._process = os.getpid()
@@ -143,14 +145,18 @@ class Links:
 
     def receive(self, pieces: Pieces) -> None:
         """Fill the pieces; raises LostConnection."""
-        for other, view in pieces:
-            self.check()
-            try:
-                self._receive(other, view)
-            except OSError as error:
-                self._fail(f"received nothing from rank {other}", error)
+        try:
+            for other, view in pieces:
+                self.check()
+                try:
+                    self._receive(other, view)
+                except OSError as error:
+                    self._fail(f"could not receive from rank {other}", error)
+        except BaseException:  # what comes next on the connections is not what the next collective waits for
+            self.close()
+            raise
 
-    def _receive(self, other: int, view: View) -> None:
+    def _receive(self, other: int, view: memoryview) -> None:
         while view:
             count = self._sockets[other].recv_into(view, 0, socket.MSG_WAITALL)
             if count == 0:
@@ -158,7 +164,7 @@ class Links:
             view = view[count:]
 
     def _send(self, pieces: Pieces, sent: threading.Lock) -> None:
-        if self._rest.unfinished_tasks == 0:
+        if self._queued == self._sent:
             pieces = self._send_now(pieces)
         if not pieces:
             sent.release()
@@ -166,6 +172,7 @@ class Links:
         if self._sender is None:
             self._sender = threading.Thread(target=self._send_rest, name="gradwire-send", daemon=True)
             self._sender.start()
+        self._queued += 1
         self._rest.put((pieces, sent))
 
     def _send_now(self, pieces: Pieces) -> Pieces:
@@ -183,15 +190,20 @@ class Links:
         while (item := self._rest.get()) is not None:
             pieces, sent = item
             try:
-                for other, view in pieces:
-                    self._sockets[other].sendall(view, socket.MSG_NOSIGNAL)
-            except OSError as error:
-                with suppress(LostConnection):
-                    self._fail(f"could not send to rank {other}", error)
+                self._send_all(pieces)
+            except BaseException:
                 self.close()
-            sent.release()
-            del item, pieces, view
-            self._rest.task_done()
+            finally:
+                del item, pieces
+                self._sent += 1
+                sent.release()
+
+    def _send_all(self, pieces: Pieces) -> None:
+        for other, view in pieces:
+            try:
+                self._sockets[other].sendall(view, socket.MSG_NOSIGNAL)
+            except OSError as error:
+                self._fail(f"could not send to rank {other}", error)
 
     def _fail(self, what: str, error: OSError) -> None:
         """Raise the first error that there was."""
@@ -203,8 +215,9 @@ class Links:
         self.check()
 
     def check(self) -> None:
-        """Raise LostConnection if a connection is lost or closed."""
+        """Raise LostConnection if a connection is lost or closed. Then nothing is sent from any tensor any more."""
         if self._error is not None:
+            self.close()
             raise LostConnection(*self._error.args)
 
     def close(self) -> None:
@@ -277,10 +290,11 @@ class Door:
         self._token = secrets.token_bytes(TOKEN_BYTES)
         self._server: socket.socket | None = None
         address = None
-        with suppress(OSError):  # without an address, there are no links
-            family, host = own_address()
-            self._server = socket.create_server((host, 0), family=family, backlog=size)
-            address = [host, self._server.getsockname()[1], self._token.hex()]
+        if os.environ.get("GLOO_DEVICE_TRANSPORT", "TCP") == "TCP":  # else gloo encrypts
+            with suppress(OSError):
+                family, host = own_address()
+                self._server = socket.create_server((host, 0), family=family, backlog=size)
+                address = [host, self._server.getsockname()[1], self._token.hex()]
         store.set(f"link/{rank}", json.dumps(address))
 
     def __enter__(self) -> Self:
@@ -300,13 +314,13 @@ class Door:
                 self._connect(others, sockets, min(CONNECT_S, timeout.total_seconds()))
         except OSError as error:
             problem = f"rank {self._rank} could not connect: {error}"
-        if self._anywhere(gloo, bool(problem), sockets):
+        if self._any_failed(gloo, bool(problem), sockets):
             log.info("lanes use gloo's connections, as %s", problem or "another rank could not connect")
             return gloo
         return Linked(gloo, Links(self._rank, sockets, timeout))
 
-    def _anywhere(self, gloo: Gloo, failed: bool, sockets: dict[int, socket.socket]) -> bool:
-        """Whether any rank has failed. Then the sockets are closed."""
+    def _any_failed(self, gloo: Gloo, failed: bool, sockets: dict[int, socket.socket]) -> bool:
+        """Whether that is so on any rank. Then the sockets are closed."""
         found = torch.tensor([int(failed)])
         try:
             gloo.all_reduce(found).wait()
@@ -318,7 +332,7 @@ class Door:
         return bool(found)
 
     def _connect(self, others: dict[int, Any], sockets: dict[int, socket.socket], limit_s: float) -> None:
-        """To the ranks below, and then from those above. `sockets` has those that are connected."""
+        """To the ranks below, and then from those above. `sockets` is filled with the connections."""
         until_s = time.monotonic() + limit_s
         for other in range(self._rank):
             host, port, token = others[other]
@@ -328,19 +342,23 @@ class Door:
             assert self._server is not None
             self._server.settimeout(max(until_s - time.monotonic(), 0.01))
             caller = self._server.accept()[0]
-            other = self._greeted(caller)
+            other = self._greeted(caller, until_s)
             if other in others and other not in sockets:
                 sockets[other] = caller
             else:
                 caller.close()
 
-    def _greeted(self, caller: socket.socket) -> int:
+    def _greeted(self, caller: socket.socket, until_s: float) -> int:
         """The rank that calls, or -1 for a stranger."""
-        caller.settimeout(HELLO_S)
-        hello = b""
+        hello, until_s = b"", min(until_s, time.monotonic() + HELLO_S)
         with suppress(OSError):
-            hello = caller.recv(TOKEN_BYTES + 4, socket.MSG_WAITALL)
-        known = hmac.compare_digest(hello[:TOKEN_BYTES], self._token)
+            while len(hello) < HELLO_BYTES:
+                caller.settimeout(max(until_s - time.monotonic(), 0.01))
+                part = caller.recv(HELLO_BYTES - len(hello))
+                if not part:
+                    break
+                hello += part
+        known = hmac.compare_digest(hello[:TOKEN_BYTES], self._token) and len(hello) == HELLO_BYTES
         return int.from_bytes(hello[TOKEN_BYTES:], "big") if known else -1
 
 
@@ -350,7 +368,7 @@ def own_address() -> tuple[socket.AddressFamily, str]:
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     if names:
         return socket.AF_INET, _interface_address(names[0])
-    with suppress(OSError):
+    with suppress(OSError, UnicodeError):  # not every name of a host is one of the network
         for family, kind, _, _, address in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
             with suppress(OSError), socket.socket(family, kind) as trial:
                 trial.bind((address[0], 0))
@@ -372,7 +390,7 @@ def _close(sockets: Iterable[socket.socket]) -> None:
 
 
 def _pieces(rows: Tensor, ranks: Sequence[int]) -> Pieces:
-    views = [View(row.numpy()) for row in rows]
+    views = [memoryview(row.numpy()) for row in rows]
     return [(rank, views[rank if len(views) > 1 else 0]) for rank in ranks]
 
 
