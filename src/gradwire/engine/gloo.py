@@ -70,7 +70,7 @@ class Gloo(TorchGroup):
 
     def __init__(self, group: Any, devices: int = 1) -> None:
         super().__init__(group)
-        self._rank, self._size, self._devices = self.rank(), self.size(), devices
+        self._rank, self._size, self.devices = self.rank(), self.size(), devices
 
     def close(self) -> None:
         """No collective is under way, and none will come: the group closes its connections when it is dropped."""
@@ -82,7 +82,7 @@ class Gloo(TorchGroup):
         ended. But gloo closes all connections of a device when one receive takes too long, so this receives what nobody
         sends. From a rank that is gone this fails in another way and closes nothing, hence the loop.
         """
-        for device in range(self._devices):
+        for device in range(self.devices):
             for other in (rank for rank in range(self._size) if rank != self._rank):
                 if self._times_out(other, TAGS + device):
                     break

@@ -69,7 +69,7 @@ class Linked(Gloo):
     """A gloo group whose gathers and all-to-alls on the CPU use links."""
 
     def __init__(self, gloo: Gloo, links: Links) -> None:
-        super().__init__(gloo._group, gloo._devices)
+        super().__init__(gloo._group, gloo.devices)
         self.links = links
 
     def all_reduce(self, tensor: Tensor) -> Any:
