@@ -7,8 +7,8 @@ COMPILED := .venv/.compiled
 TRITON := .triton/.ready
 INTEGRATIONS := .integrations/.ready
 TORCH ?= 2.15.0
-# Tests mostly wait for connections and for new processes, so six at a time use two cores well.
-PARALLEL ?= -n 6 --dist worksteal
+# Tests mostly wait for connections and for new processes, so eight at a time use two cores well.
+PARALLEL ?= -n 8 --dist worksteal
 # Tests start many processes; without bytecode on disk each of them, and each worker of pytest, compiles our modules.
 unexport PYTHONDONTWRITEBYTECODE
 
